@@ -1,0 +1,155 @@
+"""Which op is patched into which library, and by which shim: the framework's only way to the shims."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+from torch import nn
+
+from . import patch, settings
+from .decline import Decision
+from .ledger import Record
+
+
+class Shim(Protocol):
+    """What a module in shims/ provides. A shim reads modules of one library and calls one op's kernels."""
+
+    def wants_module(self, name: str) -> bool:
+        """Whether importing the module `name` may bring classes to patch."""
+
+    def matches(self, forward: Any) -> bool:
+        """Whether `forward`, as a class defines it, is one that this shim can stand in for."""
+
+    def looks_alike(self, module: nn.Module) -> bool:
+        """Whether `module` is built like a target though its class does not match."""
+
+    def make_forward(self, original: Callable[..., Any], switch: patch.Switch, record: Record) -> Callable[..., Any]:
+        """The function that stands in for `original`."""
+
+    def decide(self, module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decision:
+        """The route that an eager call with `tokens` tokens would take, judged from `module` alone."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One op in one library."""
+
+    op: str
+    library: str
+    """Import name of the library."""
+    distribution: str
+    """Name under which it is installed, for its version."""
+    shim_module: str
+
+    @property
+    def name(self) -> str:
+        """What `status()` calls it."""
+        return f"{self.op}/{self.library}"
+
+    @property
+    def shim(self) -> Shim:
+        """The shim, imported on first use; importing it imports no patched library."""
+        return _import_shim(self.shim_module)
+
+    def version(self) -> str | None:
+        """The installed version of the library, None where it is not installed."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            loaded = sys.modules.get(self.library)
+            return getattr(loaded, "__version__", None)
+
+
+@functools.cache
+def _import_shim(name: str) -> Shim:
+    return cast(Shim, importlib.import_module(name))
+
+
+TARGETS: tuple[Target, ...] = (
+    Target("gated_mlp", "transformers", "transformers", "fusepatch.shims.hf_gated_mlp"),
+    Target("gated_mlp", "fla", "flash-linear-attention", "fusepatch.shims.fla_gated_mlp"),
+)
+
+
+def targets_of(op: str) -> tuple[Target, ...]:
+    """The targets of one op."""
+    return tuple(target for target in TARGETS if target.op == op)
+
+
+def check_ops(ops: object) -> tuple[str, ...]:
+    """The op names in `ops` (None, one name, or several), each known. Raises TypeError or ValueError otherwise."""
+    if ops is None:
+        return tuple(settings.OPS)
+    names = (ops,) if isinstance(ops, str) else ops
+    if not isinstance(names, (tuple, list, set, frozenset)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"ops must be an op name or a list of them, got {ops!r}. Ops: {', '.join(settings.OPS)}.")
+    if not names:
+        raise ValueError(f"ops is empty: name at least one, or pass None for all. Ops: {', '.join(settings.OPS)}.")
+    for name in names:
+        if name not in settings.OPS:
+            raise ValueError(f"unknown op {name!r}. Ops: {', '.join(settings.OPS)}.")
+    return tuple(dict.fromkeys(cast("list[str]", names)))
+
+
+# ------------------------------------------------------------------------------------------------- finding classes
+
+
+def forward_of(owner: type) -> Any:
+    """The forward that `owner` itself defines, as the library wrote it: under ours, where ours is in place."""
+    forward = vars(owner).get("forward")
+    within = patch.ours_within(forward)
+    return forward if within is None else within.original
+
+
+def matches_below(target: Target, forward: Any) -> bool:
+    """Whether another library's `forward` wraps one that the target's shim would stand in for."""
+    for _ in range(32):
+        forward = getattr(forward, "__wrapped__", None)
+        if forward is None:
+            return False
+        if target.shim.matches(forward):
+            return True
+    return False
+
+
+def owner_of(kind: type) -> type[nn.Module] | None:
+    """The class whose `forward` an instance of `kind` runs."""
+    for owner in kind.__mro__:
+        if "forward" in vars(owner):
+            return owner if issubclass(owner, nn.Module) and owner is not nn.Module else None
+    return None
+
+
+def find_in_library(target: Target) -> list[type[nn.Module]]:
+    """Every matching class in the modules of the library that are imported now."""
+    names = [name for name in list(sys.modules) if target.shim.wants_module(name)]
+    return [owner for name in names for owner in find_in_module(target, sys.modules.get(name))]
+
+
+def find_in_module(target: Target, module: ModuleType | None) -> list[type[nn.Module]]:
+    """The matching classes that one module of the library defines."""
+    if module is None:
+        return []
+    return [
+        value
+        for value in list(vars(module).values())
+        if isinstance(value, type)
+        and issubclass(value, nn.Module)
+        and value.__module__ == module.__name__
+        and target.shim.matches(forward_of(value))
+    ]
+
+
+def find_in_model(target: Target, model: nn.Module) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
+    """(name, module, class to patch) of every module in `model` whose class matches, whoever wrote the class."""
+    for name, module in model.named_modules():
+        owner = owner_of(type(module))
+        if owner is not None and target.shim.matches(forward_of(owner)):
+            yield name, module, owner

@@ -1,0 +1,153 @@
+"""`explain(model)`: per module, which route would run and why, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from . import catalogue, entry, patch, settings, table
+from .catalogue import Target
+from .decline import Decision, Reason, original
+
+
+@dataclass(frozen=True)
+class ModuleRoute:
+    """One module of the model."""
+
+    name: str
+    class_name: str
+    op: str
+    route: str
+    reason: str | None
+    fix: str | None
+    patched: bool
+    """Whether the class is patched now. Where it is not, `route` is what `accelerate()` would bring."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain()` found; `print()` it for people, `to_dict()` it for programs."""
+
+    model: str
+    tokens: int
+    modules: tuple[ModuleRoute, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists and numbers, fit for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        head = f"{self.model}, {self.tokens} tokens a call, plain eager calls"
+        if not self.modules:
+            return f"{head}\nno module that an op of fusepatch could serve"
+
+        def key(module: ModuleRoute) -> tuple[str, ...]:
+            return (_pattern(module.name), module.class_name, module.route, module.reason or "", str(module.patched))
+
+        groups = [list(found) for _, found in itertools.groupby(sorted(self.modules, key=key), key=key)]
+        rows = [
+            (
+                _pattern(found[0].name),
+                len(found),
+                found[0].class_name.rpartition(".")[2],
+                found[0].route,
+                found[0].reason or "-",
+                "yes" if found[0].patched else "no",
+            )
+            for found in groups
+        ]
+        lines = [head, table.render(("module", "count", "class", "route", "why not faster", "patched"), rows)]
+        reasons = {module.reason for module in self.modules}
+        lines += [
+            f"{reason.value}: {reason.meaning}. Fix: {reason.fix}." for reason in Reason if reason.value in reasons
+        ]
+        return "\n".join(lines)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+
+
+def explain(model: nn.Module, *, tokens: int = 2048) -> Explanation:
+    """Walks a built model and says, per gated MLP, which route a plain eager call would take, and why.
+
+    `tokens` is the number of tokens in one call (batch times sequence length). Nothing is run or changed, and
+    `accelerate()` need not have been called. Raises TypeError or ValueError for arguments of another kind.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain() takes a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(tokens, bool) or not isinstance(tokens, int):
+        raise TypeError(f"tokens must be a whole number, got {tokens!r}")
+    if tokens < 0:
+        raise ValueError(f"tokens must not be negative, got {tokens}")
+    with entry.settings_in_force() as current:
+        rows = [
+            row
+            for name, module in model.named_modules()
+            for row in (_explain_module(name, module, tokens, current),)
+            if row is not None
+        ]
+    return Explanation(type(model).__name__, tokens, tuple(rows))
+
+
+def _explain_module(name: str, module: nn.Module, tokens: int, current: settings.Settings) -> ModuleRoute | None:
+    owner = catalogue.owner_of(type(module))
+    if owner is None:
+        return None
+    forward = catalogue.forward_of(owner)
+    in_place = patch.ours_within(vars(owner)["forward"])
+    for target in catalogue.TARGETS:
+        if target.shim.matches(forward):
+            made = _decide(target, module, forward, tokens, current, in_place)
+            live = in_place is not None and in_place.switch.off is not Reason.RESTORED
+            return _row(name, owner, target, made, patched=live)
+    for target in catalogue.TARGETS:
+        if target.shim.looks_alike(module):
+            foreign = catalogue.matches_below(target, forward)
+            made = original(Reason.FOREIGN_FORWARD if foreign else Reason.FORWARD_DIFFERS)
+            return _row(name, owner, target, made, patched=False)
+    return None
+
+
+def _decide(
+    target: Target,
+    module: nn.Module,
+    forward: Any,
+    tokens: int,
+    current: settings.Settings,
+    in_place: patch.ForwardPatch | None,
+) -> Decision:
+    if not current.allows(target.op):
+        return original(Reason.ENV_DISABLED)
+    if in_place is not None and in_place.switch.off is not Reason.RESTORED:
+        off = in_place.switch.why_off(module)
+        if off is not None:
+            return original(off)
+    if "forward" in module.__dict__ and not _leads_to(module.__dict__["forward"], in_place):
+        return original(Reason.ACCELERATE_HOOKS if "_hf_hook" in module.__dict__ else Reason.INSTANCE_FORWARD)
+    return target.shim.decide(module, forward, tokens)
+
+
+def _leads_to(instance_forward: Any, in_place: patch.ForwardPatch | None) -> bool:
+    """Whether an instance's own forward is our patched one, merely bound early."""
+    return in_place is not None and getattr(instance_forward, "__func__", None) is in_place.replacement
+
+
+def _row(name: str, owner: type, target: Target, made: Decision, *, patched: bool) -> ModuleRoute:
+    return ModuleRoute(
+        name=name or "(the model itself)",
+        class_name=f"{owner.__module__}.{owner.__qualname__}",
+        op=target.op,
+        route=made.route.value,
+        reason=None if made.reason is None else made.reason.value,
+        fix=None if made.reason is None else made.reason.fix,
+        patched=patched,
+    )

@@ -1,0 +1,67 @@
+"""Does a function compute exactly what a piece of source text computes?
+
+Compared is the compiled code, not the name: a class that another library has patched, a look-alike with one more
+operation, or a body that changed in a new release does not match. Local variable names, annotations and docstrings
+do not count.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+Fingerprint = tuple[Any, ...]
+
+# Interpreter bookkeeping that depends on where a function was defined, not on what it does.
+_IGNORED_OPCODES = frozenset({"RESUME", "CACHE", "NOP", "EXTENDED_ARG"})
+# *args, **kwargs, generator, coroutine, async generator. Other flags tell of nesting, docstrings, __future__ imports.
+_RELEVANT_FLAGS = 0x04 | 0x08 | 0x20 | 0x80 | 0x200
+
+
+def of(function: Any) -> Fingerprint | None:
+    """The fingerprint of a plain Python function; None for anything else (a partial, a builtin, a callable object)."""
+    if type(function) is not FunctionType:
+        return None
+    return _of_code(function.__code__)
+
+
+@functools.cache
+def _of_code(code: CodeType) -> Fingerprint:
+    local_index = {name: index for index, name in enumerate(code.co_varnames)}
+
+    def operand(instruction: dis.Instruction) -> Any:
+        value = instruction.argval
+        if "FAST" in instruction.opname:  # one local variable, or two from Python 3.13 on
+            names = value if isinstance(value, tuple) else (value,)
+            return tuple(local_index[name] for name in names)
+        if isinstance(value, CodeType):
+            return _of_code(value)
+        if instruction.opname.startswith(("JUMP", "POP_JUMP", "FOR_ITER", "SETUP")):
+            return value
+        return (type(value).__name__, value)
+
+    body = tuple(
+        (instruction.opname, operand(instruction))
+        for instruction in dis.get_instructions(code)
+        if instruction.opname not in _IGNORED_OPCODES
+    )
+    signature = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & _RELEVANT_FLAGS)
+    return (*signature, code.co_freevars, getattr(code, "co_exceptiontable", b""), body)
+
+
+def of_source(source: str) -> Fingerprint:
+    """The fingerprint of the one function that `source` defines, compiled by the running interpreter."""
+    namespace: dict[str, Any] = {}
+    exec(compile(source, "<fusepatch template>", "exec"), namespace)
+    (function,) = (value for value in namespace.values() if type(value) is FunctionType)
+    found = of(function)
+    assert found is not None
+    return found
+
+
+def reads_globals(function: FunctionType, expected: Mapping[str, Any]) -> bool:
+    """Whether every global name in `expected` means, to `function`, exactly the object given."""
+    return all(function.__globals__.get(name) is value for name, value in expected.items())

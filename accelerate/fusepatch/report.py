@@ -1,0 +1,197 @@
+"""The report: what is patched, how often each route ran, and why others did not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import catalogue, table
+from .decline import Reason, Route
+from .patch import ForwardPatch, is_in_place
+
+
+@dataclass(frozen=True)
+class ClassStatus:
+    """One patched class."""
+
+    name: str
+    state: str
+    """`patched`, `wrapped` (another library's forward lies over ours), `restored`."""
+    calls: Mapping[str, int]
+    """Calls by route."""
+    declines: Mapping[str, int]
+    """Calls that took a slower route than `fused`, by reason."""
+    traces: Mapping[str, int]
+    """Times a compiler traced the class's own code, by reason; calls of compiled code can't be counted."""
+    errors: Mapping[str, int]
+    """Exceptions that left one of our routes, by type. Each was raised."""
+
+
+@dataclass(frozen=True)
+class TargetStatus:
+    """One op in one library."""
+
+    name: str
+    library: str
+    version: str | None
+    state: str
+    """`patched`, `pending` (installed, no class of it imported yet), or `off`."""
+    reason: str | None
+    """Why it is off."""
+    fix: str | None
+    classes: tuple[ClassStatus, ...]
+
+    def total(self, what: str) -> dict[str, int]:
+        """`calls`, `declines`, `traces` or `errors`, summed over the classes."""
+        totals: dict[str, int] = {}
+        for each in self.classes:
+            for key, count in getattr(each, what).items():
+                totals[key] = totals.get(key, 0) + count
+        return totals
+
+
+@dataclass(frozen=True)
+class Status:
+    """Everything that `status()` knows; `print()` it for people, `to_dict()` it for programs."""
+
+    targets: tuple[TargetStatus, ...]
+    strict: bool
+    disabled: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists and numbers, fit for JSON."""
+        return dataclasses.asdict(self)
+
+    def native_calls(self) -> int:
+        """Calls that one of our routes served, over all targets."""
+        return sum(
+            count
+            for target in self.targets
+            for route, count in target.total("calls").items()
+            if route != Route.ORIGINAL.value
+        )
+
+    def summary(self) -> str:
+        """One line: calls by route and declines by reason, over all targets."""
+        parts = []
+        for target in self.targets:
+            if target.state == "off":
+                continue
+            calls, declines = target.total("calls"), target.total("declines")
+            text = ", ".join(f"{route} {calls[route]}" for route in _in_order(calls)) or "no calls"
+            why = ", ".join(f"{reason} {count}" for reason, count in _most_first(declines))
+            errors = sum(target.total("errors").values())
+            patched = sum(each.state == "patched" for each in target.classes)
+            parts.append(
+                f"{target.name}: {_plural(patched, 'class', 'classes')} {'patched' if patched else 'yet'}; {text}"
+                + (f" (declined: {why})" if why else "")
+                + (f"; {_plural(errors, 'error', 'errors')}" if errors else "")
+            )
+        return " | ".join(parts) or "nothing is patched"
+
+    def __str__(self) -> str:
+        head = "fusepatch" + (", strict" if self.strict else "") + (", disabled() in force" if self.disabled else "")
+        overview = table.render(
+            ("target", "version", "state", "classes", "fused", "pointwise", "original"),
+            [
+                (
+                    target.name,
+                    target.version or "-",
+                    target.state if target.reason is None else f"{target.state}: {target.reason}",
+                    len(target.classes),
+                    *(target.total("calls").get(route.value, 0) for route in Route),
+                )
+                for target in self.targets
+            ],
+        )
+        lines = [head, overview]
+        called = [
+            (each.name, each.state, each) for target in self.targets for each in target.classes if _anything(each)
+        ]
+        if called:
+            lines += ["", table.render(("class", "state", "calls", "declines", "traced, errors"), map(_row, called))]
+        reasons = {reason for target in self.targets for reason in (*target.total("declines"), *target.total("traces"))}
+        reasons |= {target.reason for target in self.targets if target.reason is not None}
+        if reasons:
+            lines += [
+                "",
+                *(
+                    f"{reason.value}: {reason.meaning}. Fix: {reason.fix}."
+                    for reason in Reason
+                    if reason.value in reasons
+                ),
+            ]
+        return "\n".join(lines)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+
+def _anything(each: ClassStatus) -> bool:
+    return bool(each.calls or each.traces or each.errors) or each.state == "wrapped"
+
+
+def _row(entry: tuple[str, str, ClassStatus]) -> tuple[str, ...]:
+    name, state, each = entry
+    calls = ", ".join(f"{route} {each.calls[route]}" for route in _in_order(each.calls))
+    declines = ", ".join(f"{reason} {count}" for reason, count in _most_first(each.declines))
+    rest = ", ".join(f"{what} {count}" for what, count in (*each.traces.items(), *each.errors.items()))
+    return name.rpartition(".")[2], state, calls or "none", declines or "none", rest or "none"
+
+
+def _in_order(calls: Mapping[str, int]) -> list[str]:
+    return [route.value for route in Route if route.value in calls]
+
+
+def _most_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _plural(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+# ------------------------------------------------------------------------------------------------------- building
+
+
+def build_status(
+    patches: Sequence[ForwardPatch], outcomes: Mapping[str, Reason | None], strict: bool, disabled: bool
+) -> Status:
+    """The report on these patches and targets, at this moment."""
+    return Status(tuple(_target_status(target, patches, outcomes) for target in catalogue.TARGETS), strict, disabled)
+
+
+def _target_status(
+    target: catalogue.Target, patches: Sequence[ForwardPatch], outcomes: Mapping[str, Reason | None]
+) -> TargetStatus:
+    classes = tuple(_class_status(found) for found in patches if found.target == target.name)
+    reason = outcomes.get(target.name, Reason.RESTORED)
+    if reason is not None:
+        state = "off"
+    else:
+        state = "patched" if any(each.state != "restored" for each in classes) else "pending"
+    known = target.name in outcomes
+    return TargetStatus(
+        target.name,
+        target.library,
+        target.version(),
+        state,
+        reason.value if reason is not None and known else None,
+        reason.fix if reason is not None and known else None,
+        classes,
+    )
+
+
+def _class_status(found: ForwardPatch) -> ClassStatus:
+    record = found.record
+    calls: dict[str, int] = {}
+    declines: dict[str, int] = {}
+    for made, count in list(record.calls.items()):
+        calls[made.route.value] = calls.get(made.route.value, 0) + count
+        if made.reason is not None:
+            declines[made.reason.value] = declines.get(made.reason.value, 0) + count
+    state = "restored" if found.switch.off is Reason.RESTORED else "patched" if is_in_place(found) else "wrapped"
+    traces = {reason.value: count for reason, count in list(record.traces.items())}
+    return ClassStatus(record.class_name, state, calls, declines, traces, dict(record.errors))

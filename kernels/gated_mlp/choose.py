@@ -1,0 +1,169 @@
+"""Which backend serves a route of the gated MLP: the table of backends, and the rules by which one is chosen.
+
+A pure function of tensor metadata and of state that changes only inside `accelerate()` and `warmup()`: never of call
+counts, free memory or time. A choice that differed between a forward pass and its recomputation would give the
+gradient of the wrong function.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import arch, settings
+from ...decline import Reason, Route
+
+OP = "gated_mlp"
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+class Problem(NamedTuple):
+    """One call as a kernel sees it: `x [tokens, hidden]`, `Wg, Wu [inner, hidden]`, `Wd [hidden, inner]`.
+
+    The pointwise route knows no hidden size: it is 0 there.
+    """
+
+    route: Route
+    device: torch.device
+    dtype: torch.dtype
+    hidden: int
+    inner: int
+    activation: str
+    bias: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """Whose kernels, and what they can serve. `module` holds the kernels, and is imported on first use."""
+
+    name: str
+    module: str
+    routes: frozenset[Route]
+    dtypes: frozenset[torch.dtype]
+    fused_bias: bool
+    """Whether the fused route takes biases."""
+    native: bool = True
+    """Made for GPUs, and so admitted by architecture; False for plain PyTorch, which runs anywhere when asked for."""
+    packages: tuple[str, ...] = ()
+    """What must be importable besides torch."""
+    width_multiple: int = 1
+    """Hidden and intermediate sizes must be multiples of this."""
+    byte_alignment: int = 1
+    """Every tensor must start on a multiple of this many bytes."""
+    max_elements: int | None = None
+    """The most elements of one tensor that the kernel can index; None for 64-bit indexing."""
+    admits: Callable[[Problem, int], bool] = field(default=lambda problem, tokens: True)
+    """Whether the kernel was measured to win for this problem and number of tokens."""
+    compiled: Callable[[Problem, int], bool] = field(default=lambda problem, tokens: True)
+    """Whether a launch would neither compile nor allocate plans: what a CUDA-graph capture needs."""
+    selfcheck: Callable[[Problem], Reason | None] = field(default=lambda problem: None)
+    """The remembered verdict of the self-check on this kind of GPU."""
+
+
+_FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+
+BACKENDS: tuple[Backend, ...] = (
+    # The op itself takes biases on every route. The fused route declines them until a native kernel takes them, so
+    # that the route taken in a rehearsal on a CPU is the one taken on a GPU.
+    Backend(
+        name="reference",
+        module="fusepatch.kernels.gated_mlp.reference",
+        routes=frozenset({Route.FUSED, Route.POINTWISE}),
+        dtypes=_FLOATS,
+        fused_bias=False,
+        native=False,
+    ),
+)
+"""In order of preference where none is named."""
+
+
+def load(backend: Backend) -> ModuleType:
+    """The module with the backend's kernels, imported once."""
+    return importlib.import_module(backend.module)
+
+
+def choose(problem: Problem, tokens: int, *tensors: Tensor) -> Backend | Reason:
+    """The backend that serves `problem` for this many tokens, or why there is none. About 1 us.
+
+    `tensors` are those whose addresses the kernel reads; their alignment is checked where the backend asks for it.
+    """
+    found = _for_problem(settings.current(), problem)
+    if isinstance(found, Reason):
+        return found
+    if found.max_elements is not None and tokens * max(problem.hidden, 2 * problem.inner) > found.max_elements:
+        return Reason.INDEX_RANGE
+    if found.byte_alignment > 1 and any(tensor.data_ptr() % found.byte_alignment for tensor in tensors):
+        return Reason.ALIGNMENT
+    if found.native:
+        if not found.admits(problem, tokens):
+            return Reason.SIZE_NOT_ADMITTED
+        if is_capturing(problem.device) and not found.compiled(problem, tokens):
+            return Reason.CAPTURE_COLD
+    return found
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@functools.lru_cache(maxsize=4096)
+def _for_problem(current: settings.Settings, problem: Problem) -> Backend | Reason:
+    """The part that does not depend on the call, worked out once per problem and `accelerate()`."""
+    op = current.ops[OP]
+    if op.route is not None and problem.route.rank < op.route.rank:
+        return Reason.ROUTE_BOUND
+    if op.backend != "auto":
+        (named,) = (backend for backend in BACKENDS if backend.name == op.backend)
+        return _why_not(named, problem) or named
+    if problem.device.type == "cpu":
+        return Reason.CPU
+    reason = Reason.NO_KERNEL
+    for backend in BACKENDS:
+        if backend.native:
+            why = _why_not(backend, problem)
+            if why is None:
+                return backend
+            reason = why
+    return reason
+
+
+def _why_not(backend: Backend, problem: Problem) -> Reason | None:
+    if problem.route not in backend.routes:
+        return Reason.NO_KERNEL
+    if any(importlib.util.find_spec(package) is None for package in backend.packages):
+        return Reason.MISSING_PACKAGE
+    if backend.native:
+        if problem.device.type == "cpu":
+            return Reason.CPU
+        if problem.device.type != "cuda":
+            return Reason.NO_KERNEL
+        family = arch.ARCHITECTURES.get(torch.cuda.get_device_capability(problem.device))
+        if family is None or (problem.route is Route.FUSED and not family.fused):
+            return Reason.ARCHITECTURE
+    if problem.dtype not in backend.dtypes:
+        return Reason.DTYPE
+    if problem.activation not in ACTIVATIONS:
+        return Reason.ACTIVATION
+    if problem.bias and problem.route is Route.FUSED and not backend.fused_bias:
+        return Reason.BIAS
+    if problem.hidden % backend.width_multiple or problem.inner % backend.width_multiple:
+        return Reason.ALIGNMENT
+    return backend.selfcheck(problem)
+
+
+def for_op(problem: Problem, tokens: int, *tensors: Tensor) -> Backend:
+    """As `choose`, for a direct call of the op, which has no library's code to decline to: plain PyTorch serves it."""
+    found = choose(problem, tokens, *tensors)
+    return found if isinstance(found, Backend) else _REFERENCE
+
+
+_REFERENCE = next(backend for backend in BACKENDS if backend.name == "reference")

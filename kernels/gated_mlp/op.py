@@ -1,0 +1,318 @@
+"""The gated MLP as differentiable ops: `gated_mlp`, `gated_mlp_packed` and, for what lies between the projections,
+`act_mul`.
+
+    out = (act(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd          act in silu, gelu (erf), gelu_tanh
+
+Only what the wanted gradients need is saved: at most x and [gate | up], 2*M*I elements. Nothing that was saved, and no
+incoming gradient, is ever written to, so a second backward pass with `retain_graph=True` is right. Each backward is
+`once_differentiable`: a gradient of a gradient raises.
+
+Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the gate in the first I columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ...decline import Route
+from .choose import ACTIVATIONS, Backend, Problem, for_op, load
+
+# ---------------------------------------------------------------------------------------------------- public ops
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    recompute: bool = False,
+) -> Tensor:
+    """`(act(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd`.
+
+    x [..., H], gate_weight and up_weight [I, H], down_weight [H, I], gate_bias and up_bias [I] (both or neither),
+    down_bias [H]; one floating dtype and one device. Returns [..., H] in that dtype. `activation` is one of `silu`,
+    `gelu`, `gelu_tanh`. `recompute=True` saves x instead of gate and up, and pays two GEMMs in the backward pass.
+
+    Follows `LlamaMLP` of Hugging Face transformers, with one rounding of the product instead of two. Raises
+    ValueError for shapes, dtypes, devices or an activation that do not fit.
+    """
+    return run_gated_mlp(
+        None, x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, recompute
+    )
+
+
+def gated_mlp_packed(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    recompute: bool = False,
+) -> Tensor:
+    """`gated_mlp` with gate and up in one tensor, the gate first: gate_up_weight [2*I, H], gate_up_bias [2*I].
+
+    The weight is never split or copied, and its gradient is one [2*I, H] tensor. Follows `Phi3MLP` of Hugging Face
+    transformers.
+    """
+    return run_gated_mlp(
+        None, x, gate_up_weight, None, down_weight, gate_up_bias, None, down_bias, activation, recompute
+    )
+
+
+def act_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
+    """`act(gate) * up`, rounded once. gate and up [..., I] of one shape, floating dtype and device."""
+    return run_act_mul(None, gate, up, activation)
+
+
+# ------------------------------------------------------------------- the same, for callers that chose a backend
+
+
+def run_gated_mlp(
+    backend: Backend | None,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    recompute: bool = False,
+) -> Tensor:
+    """`gated_mlp`, or `gated_mlp_packed` where up_weight is None. With a backend given, the inputs were checked."""
+    tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    if backend is None:
+        backend = _check_gated_mlp(tensors, activation)
+    call = _Call(backend, activation, recompute, packed=up_weight is None)
+    # Both are read here and not inside apply(), where grad mode is always off.
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        result: Tensor = _GatedMLP.apply(call, *tensors)  # type: ignore[no-untyped-call]
+        return result
+    h_MI, _ = call.forward(_rows(x), gate_weight, up_weight, gate_bias, up_bias, want_gate_up=False)
+    return F.linear(h_MI, down_weight, down_bias).view(*x.shape[:-1], down_weight.shape[0])
+
+
+def run_act_mul(backend: Backend | None, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`act_mul`. With a backend given, the inputs were checked."""
+    if backend is None:
+        backend = _check_act_mul(gate, up, activation)
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        result: Tensor = _ActMul.apply(backend, activation, gate, up)  # type: ignore[no-untyped-call]
+        return result
+    product: Tensor = load(backend).act_mul(gate, up, activation)
+    return product
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What of a call is no tensor, and the two fused kernels as the chosen backend has them."""
+
+    backend: Backend
+    activation: str
+    recompute: bool
+    packed: bool
+
+    def forward(
+        self,
+        x_MH: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        *,
+        want_gate_up: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """h [M, I] and, where wanted, gate_up [M, 2*I]."""
+        if self.packed:
+            inner = gate_weight.shape[0] // 2
+            gate_weight, up_weight = gate_weight[:inner], gate_weight[inner:]
+            if gate_bias is not None:
+                gate_bias, up_bias = gate_bias[:inner], gate_bias[inner:]
+        result: tuple[Tensor, Tensor | None] = load(self.backend).dual_gemm_act(
+            x_MH, gate_weight, up_weight, gate_bias, up_bias, self.activation, want_gate_up=want_gate_up
+        )
+        return result
+
+    def backward(
+        self, dout_MH: Tensor, down_weight: Tensor, gate_up_M2I: Tensor, *, want_h: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """d_gate_up [M, 2*I] and, where wanted, h [M, I]."""
+        result: tuple[Tensor, Tensor | None] = load(self.backend).gemm_dact(
+            dout_MH, down_weight, gate_up_M2I, self.activation, want_h=want_h
+        )
+        return result
+
+
+class _GatedMLP(Function):
+    """Inputs after `call`: x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> Tensor:
+        x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
+        assert x is not None and gate_weight is not None and down_weight is not None
+        needs = ctx.needs_input_grad[1:]
+        need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, _ = needs
+        past_gate_up = need_x or need_gate or need_up or need_gate_bias or need_up_bias
+        keep_gate_up = past_gate_up and not call.recompute
+        recompute = call.recompute and (past_gate_up or need_down)
+
+        h_MI, gate_up_M2I = call.forward(
+            _rows(x), gate_weight, up_weight, gate_bias, up_bias, want_gate_up=keep_gate_up
+        )
+        ctx.call = call
+        ctx.x_shape = x.shape
+        ctx.past_gate_up = past_gate_up
+        # One slot per tensor, None where no wanted gradient reads it. Weights are saved only where they are read, so
+        # that updating one in place raises in exactly the cases in which autograd's own formula would.
+        ctx.save_for_backward(
+            x if need_gate or need_up or recompute else None,
+            gate_weight if need_x or recompute else None,
+            up_weight if need_x or recompute else None,
+            down_weight if past_gate_up else None,
+            gate_bias if recompute else None,
+            up_bias if recompute else None,
+            gate_up_M2I,
+            h_MI if need_down and not past_gate_up and not recompute else None,
+        )
+        return F.linear(h_MI, down_weight, down_bias).view(*x.shape[:-1], down_weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = ctx.needs_input_grad[1:]
+        x, gate_weight, up_weight, down_weight, gate_bias, up_bias, gate_up_M2I, h_MI = ctx.saved_tensors
+        x_MH: Any = None if x is None else _rows(x)
+        dout_MH = _rows(dout)
+
+        if gate_up_M2I is None and h_MI is None and x_MH is not None:  # recompute=True
+            h_MI, gate_up_M2I = call.forward(
+                x_MH, gate_weight, up_weight, gate_bias, up_bias, want_gate_up=ctx.past_gate_up
+            )
+        dx = d_gate_weight = d_up_weight = d_gate_bias = d_up_bias = None
+        if ctx.past_gate_up:
+            d_gate_up_M2I, h_MI = call.backward(dout_MH, down_weight, gate_up_M2I, want_h=need_down)
+            inner = d_gate_up_M2I.shape[1] // 2
+            d_gate_MI, d_up_MI = d_gate_up_M2I[:, :inner], d_gate_up_M2I[:, inner:]
+            if call.packed:
+                dx = d_gate_up_M2I @ gate_weight if need_x else None
+                d_gate_weight = d_gate_up_M2I.t() @ x_MH if need_gate else None
+                d_gate_bias = d_gate_up_M2I.sum(0) if need_gate_bias else None
+            else:
+                dx = torch.addmm(d_gate_MI @ gate_weight, d_up_MI, up_weight) if need_x else None
+                # Two tensors, never halves of one: two .grad fields must not share storage.
+                d_gate_weight = d_gate_MI.t() @ x_MH if need_gate else None
+                d_up_weight = d_up_MI.t() @ x_MH if need_up else None
+                d_gate_bias = d_gate_MI.sum(0) if need_gate_bias else None
+                d_up_bias = d_up_MI.sum(0) if need_up_bias else None
+        d_down_weight = dout_MH.t() @ h_MI if need_down else None
+        d_down_bias = dout_MH.sum(0) if need_down_bias else None
+        return (
+            None,
+            None if dx is None else dx.view(ctx.x_shape),
+            d_gate_weight,
+            d_up_weight,
+            d_down_weight,
+            d_gate_bias,
+            d_up_bias,
+            d_down_bias,
+        )
+
+
+class _ActMul(Function):
+    @staticmethod
+    def forward(ctx: Any, backend: Backend, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.backend, ctx.activation = backend, activation
+        ctx.save_for_backward(gate, up if ctx.needs_input_grad[2] else None)
+        product: Tensor = load(backend).act_mul(gate, up, activation)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
+        _, _, need_gate, need_up = ctx.needs_input_grad
+        gate, up = ctx.saved_tensors
+        d_gate, d_up = load(ctx.backend).act_mul_backward(
+            dh, gate, up, ctx.activation, want_gate=need_gate, want_up=need_up
+        )
+        return None, None, d_gate, d_up
+
+
+def _rows(t: Tensor) -> Tensor:
+    """`t [..., W]` as `[M, W]` rows of unit inner stride: a view where the layout allows it, else a copy."""
+    rows = t.reshape(-1, t.shape[-1]) if t.numel() else t.new_empty(t.shape[:-1].numel(), t.shape[-1])
+    is_rows = rows.stride(-1) == 1 and (rows.stride(0) >= rows.shape[1] or rows.shape[0] <= 1)
+    return rows if is_rows else rows.contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+def _check_gated_mlp(tensors: tuple[Tensor | None, ...], activation: str) -> Backend:
+    """Raises ValueError for what does not fit, else chooses the backend."""
+    x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
+    assert x is not None and gate_weight is not None and down_weight is not None
+    packed = up_weight is None
+    _check_common(tensors, activation)
+    if gate_weight.dim() != 2 or down_weight.dim() != 2 or x.dim() < 1:
+        raise ValueError(
+            f"x must be [..., H] and the weights matrices, got {_shapes(x=x, gate=gate_weight, down=down_weight)}"
+        )
+    hidden, inner = down_weight.shape
+    rows = 2 * inner if packed else inner
+    expected: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("x", x, (*x.shape[:-1], hidden)),
+        ("gate_up_weight" if packed else "gate_weight", gate_weight, (rows, hidden)),
+        ("up_weight", up_weight, (inner, hidden)),
+        ("gate_up_bias" if packed else "gate_bias", gate_bias, (rows,)),
+        ("up_bias", up_bias, (inner,)),
+        ("down_bias", down_bias, (hidden,)),
+    ]
+    for name, tensor, shape in expected:
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}, but must be {list(shape)} beside down_weight {[hidden, inner]} [H, I]"
+            )
+    if not packed and (gate_bias is None) is not (up_bias is None):
+        raise ValueError("gate_bias and up_bias must be given together or not at all")
+    problem = Problem(Route.FUSED, x.device, x.dtype, hidden, inner, activation, bias=gate_bias is not None)
+    return for_op(problem, x.shape[:-1].numel(), *(tensor for tensor in tensors if tensor is not None))
+
+
+def _check_act_mul(gate: Tensor, up: Tensor, activation: str) -> Backend:
+    _check_common((gate, up), activation)
+    if gate.shape != up.shape or gate.dim() < 1:
+        raise ValueError(f"gate and up must be [..., I] of one shape, got {_shapes(gate=gate, up=up)}")
+    problem = Problem(Route.POINTWISE, gate.device, gate.dtype, 0, gate.shape[-1], activation, bias=False)
+    return for_op(problem, gate.shape[:-1].numel(), gate, up)
+
+
+def _check_common(tensors: tuple[Tensor | None, ...], activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    present = [tensor for tensor in tensors if tensor is not None]
+    for tensor in present:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    kinds = {(tensor.dtype, tensor.device) for tensor in present}
+    if len(kinds) > 1 or not present[0].dtype.is_floating_point:
+        listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"all tensors must have one floating dtype and one device, got {listed}")
+
+
+def _shapes(**tensors: Tensor) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())

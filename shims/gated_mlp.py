@@ -1,0 +1,346 @@
+"""What the shims of gated MLPs share: reading a module's parts, deciding the route of a call, and running it.
+
+`decide()` is a pure function of the module's structure, tensor metadata and settings; the whole of it is measured by
+`benchmarks/host_decide.py`.
+
+Tensors: M tokens, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import guard, settings
+from ..decline import FUSED, Decision, DeclinedError, Reason, Route, decision, original
+from ..kernels.gated_mlp.choose import Backend, Problem, choose
+from ..kernels.gated_mlp.op import run_act_mul, run_gated_mlp
+from ..ledger import Record, count, count_error, count_trace
+from ..patch import Switch
+from . import activations
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Under which attributes a class keeps the parts of a gated MLP."""
+
+    gate: str
+    """The gate projection, or the packed one, whose first half is the gate."""
+    up: str | None
+    """The up projection; None where it is packed with the gate."""
+    down: str
+    act: str | None
+    """The activation; None where the class's code calls SiLU by name."""
+    pointwise: bool = True
+    """Whether the route exists: the library calls all three projections, and runs the activation unfused."""
+    untouched: tuple[str, ...] = ()
+    """Further sub-modules that the library calls and the fused route would not: they must carry no hooks."""
+    why_not: Callable[[nn.Module], Reason | None] | None = None
+    """Why an instance computes something else than its class's other instances, if it does."""
+
+    @functools.cached_property
+    def children(self) -> tuple[str, ...]:
+        """Every attribute that is read."""
+        return tuple(name for name in (self.gate, self.up, self.down, self.act) if name is not None)
+
+
+class Weights(NamedTuple):
+    """The tensors of a gated MLP. `up` is None where `gate` is the packed [2*I, H] weight."""
+
+    gate: Tensor
+    up: Tensor | None
+    down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    @property
+    def inner(self) -> int:
+        """The intermediate size I."""
+        return self.down.shape[1]
+
+
+class Verdict(NamedTuple):
+    """The decision on one call, and what running it needs."""
+
+    decision: Decision
+    activation: str = ""
+    backend: Backend | None = None
+    weights: Weights | None = None
+
+
+def _declined(reason: Reason) -> Verdict:
+    return Verdict(original(reason))
+
+
+# ------------------------------------------------------------------------------------------------------- deciding
+
+
+def decide(layout: Layout, module: nn.Module, x: Any) -> Verdict:
+    """The route of the call `module(x)`. About 5 us."""
+    reason = guard.why_not_plain_call(x)
+    if reason is not None:
+        return _declined(reason)
+    if x.numel() == 0:
+        return _declined(Reason.ZERO_TOKENS)
+    activation = read_activation(layout, module)
+    if isinstance(activation, Reason):
+        return _declined(activation)
+    tokens = x.numel() // x.shape[-1]
+    weights = read_weights(layout, module)
+    if isinstance(weights, Reason):
+        return _try_pointwise(layout, x.dtype, x.device, tokens, activation, weights)
+    backend = why_not_input(x, weights) or choose_fused(weights, activation, tokens, x)
+    if isinstance(backend, Reason):
+        return _try_pointwise(layout, x.dtype, x.device, tokens, activation, backend)
+    return Verdict(FUSED, activation, backend, weights)
+
+
+def decide_module(layout: Layout, module: nn.Module, tokens: int) -> Decision:
+    """The route of a plain eager call of `module` on `tokens` tokens in the dtype and device of its weights."""
+    if tokens == 0:
+        return original(Reason.ZERO_TOKENS)
+    activation = read_activation(layout, module)
+    if isinstance(activation, Reason):
+        return original(activation)
+    some = next(module.parameters(), None)
+    if some is None:
+        return original(Reason.STRUCTURE)
+    if some.device.type == "meta":
+        return original(Reason.META)
+    weights = read_weights(layout, module)
+    backend = weights if isinstance(weights, Reason) else choose_fused(weights, activation, tokens)
+    if isinstance(backend, Reason):
+        return _try_pointwise(layout, some.dtype, some.device, tokens, activation, backend).decision
+    return FUSED
+
+
+def read_activation(layout: Layout, module: nn.Module) -> str | Reason:
+    """Which activation `module` applies, or why that is not plainly one of ours."""
+    if not _reads_plainly(type(module), layout.children):  # type: ignore[arg-type]
+        return Reason.STRUCTURE
+    why_not = layout.why_not(module) if layout.why_not is not None else None
+    if why_not is not None:
+        return why_not
+    if layout.act is None:
+        return "silu"
+    act = module.__dict__["_modules"].get(layout.act)
+    return activations.kind_of(module.__dict__.get(layout.act) if act is None else act)
+
+
+@functools.lru_cache(maxsize=4096)
+def _reads_plainly(kind: type, names: tuple[str, ...]) -> bool:
+    """Whether `module.<name>` is what `nn.Module` keeps under that name, for instances of `kind`."""
+    return (
+        kind.__getattribute__ is object.__getattribute__  # type: ignore[comparison-overlap]
+        and getattr(kind, "__getattr__", None) is nn.Module.__getattr__
+        and not any(name in vars(base) for base in kind.__mro__ for name in names)
+    )
+
+
+def read_weights(layout: Layout, module: nn.Module) -> Weights | Reason:
+    """The module's weights, where each projection is exactly a linear layer of fitting shape; else why not."""
+    children = module.__dict__["_modules"]
+    gate, down = children.get(layout.gate), children.get(layout.down)
+    up = None if layout.up is None else children.get(layout.up)
+    for projection in (gate, down) if layout.up is None else (gate, up, down):
+        if not guard.is_plain_linear(projection):
+            return guard.why_not_plain_linear(projection)
+    for name in layout.untouched:
+        other = children.get(name)
+        if other is not None and ("forward" in other.__dict__ or guard.has_hooks(other)):
+            return Reason.HOOKS
+    of_gate, of_down = gate.__dict__["_parameters"], down.__dict__["_parameters"]
+    of_up = {} if up is None else up.__dict__["_parameters"]
+    weights = Weights(
+        of_gate["weight"], of_up.get("weight"), of_down["weight"], of_gate["bias"], of_up.get("bias"), of_down["bias"]
+    )
+    return _why_not_weights(weights) or weights
+
+
+def _why_not_weights(weights: Weights) -> Reason | None:
+    gate, up, down = weights.gate, weights.up, weights.down
+    dtype, device = gate.dtype, gate.device
+    if down.dim() != 2:
+        return guard.why_not_plain_linear_weight(down)
+    hidden, inner = down.shape
+    for tensor in weights:
+        if tensor is None:
+            continue
+        if tensor.dtype is not dtype:
+            return Reason.DTYPE
+        if tensor.device != device:
+            return Reason.DEVICE
+        if not tensor.is_contiguous():
+            return Reason.STRIDES
+    if gate.shape != ((2 * inner if up is None else inner), hidden) or (up is not None and up.shape != gate.shape):
+        return guard.why_not_plain_linear_weight(gate)
+    if device.type == "meta":
+        return Reason.META
+    return None
+
+
+def why_not_input(x: Tensor, weights: Weights) -> Reason | None:
+    """Why the fused route can't read `x` beside these weights, if it can't."""
+    gate = weights.gate
+    if x.dtype is not gate.dtype:
+        return guard.why_autocast(x) or Reason.DTYPE
+    if x.device != gate.device:
+        return Reason.DEVICE
+    if x.shape[-1:] != gate.shape[1:]:
+        return Reason.SHAPE
+    if not x.is_contiguous() and not _is_rows(x):
+        return Reason.STRIDES
+    if x._backward_hooks:
+        return Reason.INPUT_HOOKS
+    return guard.why_autocast(x)
+
+
+def _is_rows(x: Tensor) -> bool:
+    """Whether `x [..., H]` is a view of `[M, H]` with unit inner stride and one row stride of at least H."""
+    shape, stride = x.shape, x.stride()
+    if stride[-1] != 1 and shape[-1] != 1:
+        return False
+    dims = [(size, step) for size, step in zip(shape[:-1], stride[:-1], strict=True) if size != 1]
+    if not dims:
+        return True
+    return dims[-1][1] >= shape[-1] and all(
+        outer == inner * size for (_, outer), (size, inner) in itertools.pairwise(dims)
+    )
+
+
+def choose_fused(weights: Weights, activation: str, tokens: int, *inputs: Tensor) -> Backend | Reason:
+    """The backend of the fused route for this many tokens, or why there is none."""
+    gate, up, down = weights.gate, weights.up, weights.down
+    bias = weights.gate_bias is not None or weights.up_bias is not None
+    problem = Problem(Route.FUSED, gate.device, gate.dtype, gate.shape[1], weights.inner, activation, bias)
+    read = (*inputs, gate, down) if up is None else (*inputs, gate, up, down)
+    return choose(problem, tokens, *read)
+
+
+def _try_pointwise(
+    layout: Layout, dtype: torch.dtype, device: torch.device, tokens: int, activation: str, why_not_fused: Reason
+) -> Verdict:
+    """The pointwise route if there could be a kernel for it, because the fused one declined with the reason given."""
+    if not layout.pointwise:
+        return _declined(why_not_fused)
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    found = choose(Problem(Route.POINTWISE, device, dtype, 0, 0, activation, bias=False), tokens)
+    if isinstance(found, Reason):
+        return _declined(found)
+    return Verdict(decision(Route.POINTWISE, why_not_fused), activation)
+
+
+def choose_act_mul(gate: Any, up: Any, activation: str) -> Backend | Reason:
+    """The backend of the pointwise route for what the projections returned, or why there is none."""
+    for tensor in (gate, up):
+        if type(tensor) is not Tensor:
+            return guard.why_not_plain_call(tensor) or Reason.TENSOR_SUBCLASS
+    if gate.dtype is not up.dtype:
+        return Reason.DTYPE
+    if gate.device != up.device:
+        return Reason.DEVICE
+    if gate.shape != up.shape:
+        return Reason.SHAPE
+    if gate.stride(-1) != 1 or up.stride(-1) != 1:
+        return Reason.STRIDES
+    inner = gate.shape[-1]
+    problem = Problem(Route.POINTWISE, gate.device, gate.dtype, 0, inner, activation, bias=False)
+    return choose(problem, gate.numel() // inner if inner else 0, gate, up)
+
+
+# -------------------------------------------------------------------------------------------------------- running
+
+
+def make_forward(
+    library_forward: Callable[..., Any], switch: Switch, record: Record, layout: Layout
+) -> Callable[..., Any]:
+    """The function that stands in for `library_forward`: the same signature, and the library's code where it declines.
+
+    It is `forward(self, x)`, or `forward(self, x, **ignored)`.
+    """
+    _, first, *rest = inspect.signature(library_forward).parameters.values()
+    ignores_keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in rest)
+
+    def note_trace() -> None:
+        count_trace(record, Reason.EXPORTING if torch.compiler.is_exporting() else Reason.COMPILING)
+
+    # What torch.compiler.assume_constant_result sets; calling that imports the whole compiler, for 2 s. The function
+    # runs while the compiler traces, and leaves nothing in the graph.
+    note_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @functools.wraps(library_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            note_trace()
+            return library_forward(self, *args, **kwargs)
+        x = args[0] if args else kwargs.get(first.name)
+        if x is None or len(args) > 1 or (not ignores_keywords and len(args) + len(kwargs) != 1):
+            return library_forward(self, *args, **kwargs)  # raises the TypeError that the caller deserves
+        off = switch.why_off(self)
+        verdict = _declined(off) if off is not None else decide(layout, self, x)
+        made = verdict.decision
+        if switch.strict:
+            _raise_if_short(made, record)
+        if made.route is Route.ORIGINAL:
+            count(record, made, self)
+            return library_forward(self, *args, **kwargs)
+        if made.route is Route.POINTWISE:
+            return _run_pointwise(layout, self, x, verdict, switch, record)
+        count(record, made, self)
+        gate, up, down, gate_bias, up_bias, down_bias = verdict.weights  # type: ignore[misc]
+        try:
+            return run_gated_mlp(verdict.backend, x, gate, up, down, gate_bias, up_bias, down_bias, verdict.activation)
+        except Exception as error:
+            count_error(record, error)
+            raise
+
+    return forward
+
+
+def _run_pointwise(
+    layout: Layout, module: nn.Module, x: Tensor, verdict: Verdict, switch: Switch, record: Record
+) -> Any:
+    """The library's forward, with its activation and product replaced where a kernel takes what they are given."""
+    if layout.up is None:
+        gate, up = getattr(module, layout.gate)(x).chunk(2, dim=-1)
+    else:
+        gate, up = getattr(module, layout.gate)(x), getattr(module, layout.up)(x)
+    backend = choose_act_mul(gate, up, verdict.activation)
+    if isinstance(backend, Reason):
+        made = original(backend)
+        if switch.strict:
+            _raise_if_short(made, record)
+        count(record, made, module)
+        activate = torch.nn.functional.silu if layout.act is None else getattr(module, layout.act)
+        product = activate(gate) * up
+    else:
+        count(record, verdict.decision, module)
+        try:
+            product = run_act_mul(backend, gate, up, verdict.activation)
+        except Exception as error:
+            count_error(record, error)
+            raise
+    return getattr(module, layout.down)(product)
+
+
+def _raise_if_short(made: Decision, record: Record) -> None:
+    """Strict mode: raises where the route taken is slower than what was asked for."""
+    reason = made.reason
+    if reason is None or reason.chosen:
+        return
+    asked = settings.current().ops[record.op].route
+    if made.route is Route.ORIGINAL if asked is None else made.route.rank > asked.rank:
+        raise DeclinedError(
+            f"strict: {record.class_name} would run the route {made.route.value!r}, because {reason.value}: "
+            f"{reason.meaning}. Fix: {reason.fix}.",
+            reason,
+        )
