@@ -1,0 +1,58 @@
+"""Shared by the tests: error measures, and small models of the real libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected|_2 / |expected|_2 in fp64; infinite where anything is not finite."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    assert actual.shape == expected.shape
+    if not torch.isfinite(actual).all():
+        return float("inf")
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def is_within_parity(patched: float, stock: float) -> bool:
+    """The parity bound of the design: the error of what we patched against that of the unpatched library."""
+    return patched <= 1.25 * stock + 1e-4
+
+
+def grads_of(run: Callable[[], Tensor], tensors: dict[str, Tensor], dout: Tensor | None = None) -> dict[str, Tensor]:
+    """Output and gradients of `run()`: {"out": ..., name: gradient} for each of `tensors` that requires one."""
+    for tensor in tensors.values():
+        tensor.grad = None
+    out = run()
+    out.backward(torch.ones_like(out) if dout is None else dout)
+    found = {name: t.grad for name, t in tensors.items() if t.requires_grad}
+    assert all(grad is not None for grad in found.values())
+    return {"out": out.detach(), **found}
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32, layers: int = 2, **overrides: object) -> nn.Module:
+    """A Llama of transformers with unit-scale activations: hidden 64, intermediate 96, vocabulary 128."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 128,
+            "initializer_range": 0.1,
+            **overrides,
+        }
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def tiny_llama_mlp(dtype: torch.dtype = torch.float32, **overrides: object) -> nn.Module:
+    """One LlamaMLP: hidden 64, intermediate 96."""
+    return tiny_llama(dtype, layers=1, **overrides).model.layers[0].mlp
