@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from .. import fingerprint
+from ..catalogue import Assumed
 from ..decline import Decision, Reason
 from ..ledger import Record
 from ..patch import Switch
@@ -70,9 +71,9 @@ def looks_alike(module: nn.Module) -> bool:
     return type(module).__module__.startswith("fla.") and all(name in children for name in _LAYOUT.children)
 
 
-def decide(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decision:
-    """The route that `module(x)` would take for this many tokens."""
-    return gated_mlp.decide_module(_LAYOUT, module, tokens)
+def decide(module: nn.Module, forward: Callable[..., Any], assumed: Assumed) -> Decision:
+    """The route that `module(x)` would take."""
+    return gated_mlp.decide_module(_LAYOUT, module, assumed)
 
 
 def make_forward(library_forward: Callable[..., Any], switch: Switch, record: Record) -> Callable[..., Any]:

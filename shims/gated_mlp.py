@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import guard, settings
+from ..catalogue import Assumed
 from ..decline import FUSED, Decision, DeclinedError, Reason, Route, decision, original
 from ..kernels.gated_mlp.choose import Backend, Problem, choose
 from ..kernels.gated_mlp.op import run_act_mul, run_gated_mlp
@@ -97,14 +98,15 @@ def decide(layout: Layout, module: nn.Module, x: Any) -> Verdict:
     weights = read_weights(layout, module)
     if isinstance(weights, Reason):
         return _try_pointwise(layout, x.dtype, x.device, tokens, activation, weights)
-    backend = why_not_input(x, weights) or choose_fused(weights, activation, tokens, x)
+    backend = why_not_input(x, weights) or choose_fused(weights, activation, x.device, x.dtype, tokens, x)
     if isinstance(backend, Reason):
         return _try_pointwise(layout, x.dtype, x.device, tokens, activation, backend)
     return Verdict(FUSED, activation, backend, weights)
 
 
-def decide_module(layout: Layout, module: nn.Module, tokens: int) -> Decision:
-    """The route of a plain eager call of `module` on `tokens` tokens in the dtype and device of its weights."""
+def decide_module(layout: Layout, module: nn.Module, assumed: Assumed) -> Decision:
+    """The route of a plain eager call of `module`, if things were as assumed."""
+    tokens = assumed.tokens
     if tokens == 0:
         return original(Reason.ZERO_TOKENS)
     activation = read_activation(layout, module)
@@ -113,12 +115,13 @@ def decide_module(layout: Layout, module: nn.Module, tokens: int) -> Decision:
     some = next(module.parameters(), None)
     if some is None:
         return original(Reason.STRUCTURE)
-    if some.device.type == "meta":
-        return original(Reason.META)
+    device, dtype = assumed.device or some.device, assumed.dtype or some.dtype
     weights = read_weights(layout, module)
-    backend = weights if isinstance(weights, Reason) else choose_fused(weights, activation, tokens)
+    if isinstance(weights, Reason):
+        return _try_pointwise(layout, dtype, device, tokens, activation, weights).decision
+    backend = choose_fused(weights, activation, device, dtype, tokens)
     if isinstance(backend, Reason):
-        return _try_pointwise(layout, some.dtype, some.device, tokens, activation, backend).decision
+        return _try_pointwise(layout, dtype, device, tokens, activation, backend).decision
     return FUSED
 
 
@@ -182,8 +185,6 @@ def _why_not_weights(weights: Weights) -> Reason | None:
             return Reason.STRIDES
     if gate.shape != ((2 * inner if up is None else inner), hidden) or (up is not None and up.shape != gate.shape):
         return guard.why_not_plain_linear_weight(gate)
-    if device.type == "meta":
-        return Reason.META
     return None
 
 
@@ -193,7 +194,7 @@ def why_not_input(x: Tensor, weights: Weights) -> Reason | None:
     if x.dtype is not gate.dtype:
         return guard.why_autocast(x) or Reason.DTYPE
     if x.device != gate.device:
-        return Reason.DEVICE
+        return Reason.META if gate.device.type == "meta" else Reason.DEVICE
     if x.shape[-1:] != gate.shape[1:]:
         return Reason.SHAPE
     if not x.is_contiguous() and not _is_rows(x):
@@ -216,11 +217,13 @@ def _is_rows(x: Tensor) -> bool:
     )
 
 
-def choose_fused(weights: Weights, activation: str, tokens: int, *inputs: Tensor) -> Backend | Reason:
+def choose_fused(
+    weights: Weights, activation: str, device: torch.device, dtype: torch.dtype, tokens: int, *inputs: Tensor
+) -> Backend | Reason:
     """The backend of the fused route for this many tokens, or why there is none."""
     gate, up, down = weights.gate, weights.up, weights.down
     bias = weights.gate_bias is not None or weights.up_bias is not None
-    problem = Problem(Route.FUSED, gate.device, gate.dtype, gate.shape[1], weights.inner, activation, bias)
+    problem = Problem(Route.FUSED, device, dtype, gate.shape[1], weights.inner, activation, bias)
     read = (*inputs, gate, down) if up is None else (*inputs, gate, up, down)
     return choose(problem, tokens, *read)
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import fingerprint
+from ..catalogue import Assumed
 from ..decline import Decision, Reason, original
 from ..ledger import Record
 from ..patch import Switch
@@ -146,10 +147,10 @@ def looks_alike(module: nn.Module) -> bool:
     )
 
 
-def decide(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decision:
-    """The route that `module(x)` would take for this many tokens."""
+def decide(module: nn.Module, forward: Callable[..., Any], assumed: Assumed) -> Decision:
+    """The route that `module(x)` would take."""
     template = template_of(forward)
-    return gated_mlp.decide_module(template.layout, module, tokens) if template else original(Reason.FORWARD_DIFFERS)
+    return gated_mlp.decide_module(template.layout, module, assumed) if template else original(Reason.FORWARD_DIFFERS)
 
 
 def make_forward(library_forward: Callable[..., Any], switch: Switch, record: Record) -> Callable[..., Any]:

@@ -11,11 +11,23 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol, cast
 
+import torch
 from torch import nn
 
 from . import patch, settings
 from .decline import Decision
 from .ledger import Record
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What `explain()` takes for granted of a call that is not made."""
+
+    tokens: int
+    device: torch.device | None = None
+    """None for where the weights are."""
+    dtype: torch.dtype | None = None
+    """None for that of the weights."""
 
 
 class Shim(Protocol):
@@ -33,8 +45,8 @@ class Shim(Protocol):
     def make_forward(self, original: Callable[..., Any], switch: patch.Switch, record: Record) -> Callable[..., Any]:
         """The function that stands in for `original`."""
 
-    def decide(self, module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decision:
-        """The route that an eager call with `tokens` tokens would take, judged from `module` alone."""
+    def decide(self, module: nn.Module, forward: Callable[..., Any], assumed: Assumed) -> Decision:
+        """The route that a plain eager call would take, judged from `module` and what is assumed of the rest."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import catalogue, entry, patch, settings, table
-from .catalogue import Target
+from .catalogue import Assumed, Target
 from .decline import Decision, Reason, original
 
 
@@ -76,11 +77,19 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
-def explain(model: nn.Module, *, tokens: int = 2048) -> Explanation:
+def explain(
+    model: nn.Module,
+    *,
+    tokens: int = 2048,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Explanation:
     """Walks a built model and says, per gated MLP, which route a plain eager call would take, and why.
 
-    `tokens` is the number of tokens in one call (batch times sequence length). Nothing is run or changed, and
-    `accelerate()` need not have been called. Raises TypeError or ValueError for arguments of another kind.
+    `tokens` is the number of tokens in one call (batch times sequence length). `device` and `dtype` are what to assume
+    instead of those of the weights: a model on the meta device can be explained for the GPU it will be loaded on.
+    Nothing is run or changed, and `accelerate()` need not have been called. Raises TypeError or ValueError for
+    arguments of another kind.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain() takes a torch.nn.Module, got {type(model).__name__}")
@@ -88,17 +97,33 @@ def explain(model: nn.Module, *, tokens: int = 2048) -> Explanation:
         raise TypeError(f"tokens must be a whole number, got {tokens!r}")
     if tokens < 0:
         raise ValueError(f"tokens must not be negative, got {tokens}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    assumed = Assumed(tokens, None if device is None else _device(device), dtype)
     with entry.settings_in_force() as current:
         rows = [
             row
             for name, module in model.named_modules()
-            for row in (_explain_module(name, module, tokens, current),)
+            for row in (_explain_module(name, module, assumed, current),)
             if row is not None
         ]
     return Explanation(type(model).__name__, tokens, tuple(rows))
 
 
-def _explain_module(name: str, module: nn.Module, tokens: int, current: settings.Settings) -> ModuleRoute | None:
+def _device(device: str | torch.device) -> torch.device:
+    """The device, with its index; raises ValueError for one that is not there."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device {device!r} is none: {error}") from None
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but this machine has no CUDA device to judge by")
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+
+
+def _explain_module(name: str, module: nn.Module, assumed: Assumed, current: settings.Settings) -> ModuleRoute | None:
     owner = catalogue.owner_of(type(module))
     if owner is None:
         return None
@@ -106,7 +131,7 @@ def _explain_module(name: str, module: nn.Module, tokens: int, current: settings
     in_place = patch.ours_within(vars(owner)["forward"])
     for target in catalogue.TARGETS:
         if target.shim.matches(forward):
-            made = _decide(target, module, forward, tokens, current, in_place)
+            made = _decide(target, module, forward, assumed, current, in_place)
             live = in_place is not None and in_place.switch.off is not Reason.RESTORED
             return _row(name, owner, target, made, patched=live)
     for target in catalogue.TARGETS:
@@ -121,7 +146,7 @@ def _decide(
     target: Target,
     module: nn.Module,
     forward: Any,
-    tokens: int,
+    assumed: Assumed,
     current: settings.Settings,
     in_place: patch.ForwardPatch | None,
 ) -> Decision:
@@ -133,7 +158,7 @@ def _decide(
             return original(off)
     if "forward" in module.__dict__ and not _leads_to(module.__dict__["forward"], in_place):
         return original(Reason.ACCELERATE_HOOKS if "_hf_hook" in module.__dict__ else Reason.INSTANCE_FORWARD)
-    return target.shim.decide(module, forward, tokens)
+    return target.shim.decide(module, forward, assumed)
 
 
 def _leads_to(instance_forward: Any, in_place: patch.ForwardPatch | None) -> bool:

@@ -6,6 +6,7 @@ no, and find the reason that helps the user most. Nothing here knows a model or 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -100,10 +101,11 @@ def why_not_plain_linear(module: Any) -> Reason:
     """The reason why `is_plain_linear(module)` is False, the most telling one first."""
     if not isinstance(module, nn.Module):
         return Reason.STRUCTURE
+    of_class = _reason_of_class(type(module))  # type: ignore[arg-type]
+    if of_class is not None:
+        return of_class
     parameters = list(module.parameters(recurse=True))
-    if _comes_from(module, "peft"):
-        return Reason.PEFT
-    if any(_is_quantised(p) for p in parameters) or _comes_from(module, *_QUANTISERS):
+    if any(_is_quantised(p) for p in parameters):
         return Reason.QUANTISED
     if any(hasattr(p, "ds_id") for p in parameters):
         return Reason.ZERO3
@@ -181,8 +183,13 @@ def _is_quantised(parameter: Tensor) -> bool:
     return any(_within(kind.__module__, _QUANTISERS) for kind in type(parameter).__mro__)
 
 
-def _comes_from(module: nn.Module, *packages: str) -> bool:
-    return any(_within(kind.__module__, packages) for kind in type(module).__mro__)
+@functools.lru_cache(maxsize=1024)
+def _reason_of_class(kind: type) -> Reason | None:
+    """What the library that a projection's class comes from says of it: adapters are met on every call of theirs."""
+    modules = [base.__module__ for base in kind.__mro__]
+    if any(_within(name, ("peft",)) for name in modules):
+        return Reason.PEFT
+    return Reason.QUANTISED if any(_within(name, _QUANTISERS) for name in modules) else None
 
 
 def _within(module_name: str, packages: Iterable[str]) -> bool:

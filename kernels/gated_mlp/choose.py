@@ -121,6 +121,8 @@ def _for_problem(current: settings.Settings, problem: Problem) -> Backend | Reas
     op = current.ops[OP]
     if op.route is not None and problem.route.rank < op.route.rank:
         return Reason.ROUTE_BOUND
+    if problem.device.type == "meta":
+        return Reason.META
     if op.backend != "auto":
         (named,) = (backend for backend in BACKENDS if backend.name == op.backend)
         return _why_not(named, problem) or named
