@@ -313,10 +313,9 @@ def _run_pointwise(
     layout: Layout, module: nn.Module, x: Tensor, verdict: Verdict, switch: Switch, record: Record
 ) -> Any:
     """The library's forward, with its activation and product replaced where a kernel takes what they are given."""
-    if layout.up is None:
-        gate, up = getattr(module, layout.gate)(x).chunk(2, dim=-1)
-    else:
-        gate, up = getattr(module, layout.gate)(x), getattr(module, layout.up)(x)
+    first = getattr(module, layout.gate)(x)
+    second = None if layout.up is None else getattr(module, layout.up)(x)
+    gate, up = first.chunk(2, dim=-1) if second is None else (first, second)
     backend = choose_act_mul(gate, up, verdict.activation)
     if isinstance(backend, Reason):
         made = original(backend)
@@ -328,7 +327,7 @@ def _run_pointwise(
     else:
         count(record, verdict.decision, module)
         try:
-            product = run_act_mul(backend, gate, up, verdict.activation)
+            product = run_act_mul(backend, first, second, verdict.activation)
         except Exception as error:
             count_error(record, error)
             raise

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .kernels.gated_mlp.op import act_mul, gated_mlp, gated_mlp_packed
+from .kernels.gated_mlp.op import act_mul, act_mul_packed, gated_mlp, gated_mlp_packed
 
-__all__ = ["act_mul", "gated_mlp", "gated_mlp_packed"]
+__all__ = ["act_mul", "act_mul_packed", "gated_mlp", "gated_mlp_packed"]

@@ -74,8 +74,16 @@ def gated_mlp_packed(
 
 
 def act_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
-    """`act(gate) * up`, rounded once. gate and up [..., I] of one shape, floating dtype and device."""
+    """`act(gate) * up`, rounded once. gate and up [..., I] of one shape, floating dtype and device.
+
+    Saves gate and up. Raises ValueError for shapes, dtypes, devices or an activation that do not fit.
+    """
     return run_act_mul(None, gate, up, activation)
+
+
+def act_mul_packed(gate_up: Tensor, *, activation: str = "silu") -> Tensor:
+    """`act_mul` of the two halves of gate_up [..., 2*I], the gate first; its gradient is one tensor of that shape."""
+    return run_act_mul(None, gate_up, None, activation)
 
 
 # ------------------------------------------------------------------- the same, for callers that chose a backend
@@ -106,14 +114,14 @@ def run_gated_mlp(
     return F.linear(h_MI, down_weight, down_bias).view(*x.shape[:-1], down_weight.shape[0])
 
 
-def run_act_mul(backend: Backend | None, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`act_mul`. With a backend given, the inputs were checked."""
+def run_act_mul(backend: Backend | None, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """`act_mul`, or `act_mul_packed` where up is None. With a backend given, the inputs were checked."""
     if backend is None:
         backend = _check_act_mul(gate, up, activation)
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+    if torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad)):
         result: Tensor = _ActMul.apply(backend, activation, gate, up)  # type: ignore[no-untyped-call]
         return result
-    product: Tensor = load(backend).act_mul(gate, up, activation)
+    product: Tensor = load(backend).act_mul(*_halves(gate, up), activation)
     return product
 
 
@@ -234,11 +242,14 @@ class _GatedMLP(Function):
 
 
 class _ActMul(Function):
+    """Inputs: backend, activation, gate and up, or both packed in the first."""
+
     @staticmethod
-    def forward(ctx: Any, backend: Backend, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, backend: Backend, activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
         ctx.backend, ctx.activation = backend, activation
         ctx.save_for_backward(gate, up if ctx.needs_input_grad[2] else None)
-        product: Tensor = load(backend).act_mul(gate, up, activation)
+        ctx.packed = up is None
+        product: Tensor = load(backend).act_mul(*_halves(gate, up), activation)
         return product
 
     @staticmethod
@@ -246,10 +257,25 @@ class _ActMul(Function):
     def backward(ctx: Any, dh: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
         _, _, need_gate, need_up = ctx.needs_input_grad
         gate, up = ctx.saved_tensors
-        d_gate, d_up = load(ctx.backend).act_mul_backward(
-            dh, gate, up, ctx.activation, want_gate=need_gate, want_up=need_up
-        )
-        return None, None, d_gate, d_up
+        d_first = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if need_gate else None
+        d_second = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if need_up else None
+        if ctx.packed:
+            gate, up = _halves(gate, None)
+            d_gate, d_up = _halves(d_first, None)
+        else:
+            d_gate, d_up = d_first, d_second  # type: ignore[assignment]
+            # Where only up wants a gradient, up itself was not saved: its values are not read.
+            up = gate if up is None else up
+        load(ctx.backend).act_mul_backward(dh, gate, up, ctx.activation, d_gate=d_gate, d_up=d_up)
+        return None, None, d_first, d_second
+
+
+def _halves(gate: Any, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """gate and up, or the two halves of the packed tensor where up is None."""
+    if up is not None:
+        return gate, up
+    inner = gate.shape[-1] // 2
+    return gate[..., :inner], gate[..., inner:]
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -293,12 +319,16 @@ def _check_gated_mlp(tensors: tuple[Tensor | None, ...], activation: str) -> Bac
     return for_op(problem, x.shape[:-1].numel(), *(tensor for tensor in tensors if tensor is not None))
 
 
-def _check_act_mul(gate: Tensor, up: Tensor, activation: str) -> Backend:
+def _check_act_mul(gate: Tensor, up: Tensor | None, activation: str) -> Backend:
     _check_common((gate, up), activation)
-    if gate.shape != up.shape or gate.dim() < 1:
+    if up is None and (gate.dim() < 1 or gate.shape[-1] % 2):
+        raise ValueError(f"gate_up must be [..., 2*I], got {_shapes(gate_up=gate)}")
+    if up is not None and (gate.shape != up.shape or gate.dim() < 1):
         raise ValueError(f"gate and up must be [..., I] of one shape, got {_shapes(gate=gate, up=up)}")
-    problem = Problem(Route.POINTWISE, gate.device, gate.dtype, 0, gate.shape[-1], activation, bias=False)
-    return for_op(problem, gate.shape[:-1].numel(), gate, up)
+    halves = _halves(gate, up)
+    inner = halves[0].shape[-1]
+    problem = Problem(Route.POINTWISE, gate.device, gate.dtype, 0, inner, activation, bias=False)
+    return for_op(problem, gate.shape[:-1].numel(), *halves)
 
 
 def _check_common(tensors: tuple[Tensor | None, ...], activation: str) -> None:

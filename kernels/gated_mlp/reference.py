@@ -60,13 +60,14 @@ def act_mul(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def act_mul_backward(
-    dh: Tensor, gate: Tensor, up: Tensor, activation: str, *, want_gate: bool, want_up: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """`(dh * up * act'(gate), dh * act(gate))`, each only where wanted."""
+    dh: Tensor, gate: Tensor, up: Tensor, activation: str, *, d_gate: Tensor | None, d_up: Tensor | None
+) -> None:
+    """Writes `dh * up * act'(gate)` to d_gate and `dh * act(gate)` to d_up, each where given."""
     dh_wide, gate_wide = _wide(dh), _wide(gate)
-    d_gate = (dh_wide * _wide(up) * activate_derivative(gate_wide, activation)).to(gate.dtype) if want_gate else None
-    d_up = (dh_wide * activate(gate_wide, activation)).to(up.dtype) if want_up else None
-    return d_gate, d_up
+    if d_gate is not None:
+        d_gate.copy_(dh_wide * _wide(up) * activate_derivative(gate_wide, activation))
+    if d_up is not None:
+        d_up.copy_(dh_wide * activate(gate_wide, activation))
 
 
 # ---------------------------------------------------------------------------------------------------- the fused route
@@ -97,7 +98,7 @@ def gemm_dact(
     """`dh = dout Wd`, then `[d_gate | d_up]` from it, and `h` again where the down projection's gradient needs it."""
     inner = w_down_HI.shape[1]
     gate_MI, up_MI = gate_up_M2I[:, :inner], gate_up_M2I[:, inner:]
-    d_gate_MI, d_up_MI = act_mul_backward(dout_MH @ w_down_HI, gate_MI, up_MI, activation, want_gate=True, want_up=True)
-    assert d_gate_MI is not None and d_up_MI is not None
-    h_MI = act_mul(gate_MI, up_MI, activation) if want_h else None
-    return torch.cat((d_gate_MI, d_up_MI), dim=1), h_MI
+    d_gate_up_M2I = torch.empty_like(gate_up_M2I)
+    d_gate_MI, d_up_MI = d_gate_up_M2I[:, :inner], d_gate_up_M2I[:, inner:]
+    act_mul_backward(dout_MH @ w_down_HI, gate_MI, up_MI, activation, d_gate=d_gate_MI, d_up=d_up_MI)
+    return d_gate_up_M2I, act_mul(gate_MI, up_MI, activation) if want_h else None
