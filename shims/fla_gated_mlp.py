@@ -71,6 +71,16 @@ def looks_alike(module: nn.Module) -> bool:
     return type(module).__module__.startswith("fla.") and all(name in children for name in _LAYOUT.children)
 
 
+def size_of(module: nn.Module) -> tuple[object, ...]:
+    """Shapes, dtypes and devices of the weights."""
+    return gated_mlp.size_of(module)
+
+
+def warm(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decision:
+    """Runs the route that `module(x)` would take, on dummy data."""
+    return gated_mlp.warm(_LAYOUT, module, tokens)
+
+
 def decide(module: nn.Module, forward: Callable[..., Any], assumed: Assumed) -> Decision:
     """The route that `module(x)` would take."""
     return gated_mlp.decide_module(_LAYOUT, module, assumed)

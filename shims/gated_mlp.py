@@ -125,6 +125,45 @@ def decide_module(layout: Layout, module: nn.Module, assumed: Assumed) -> Decisi
     return FUSED
 
 
+def size_of(module: nn.Module) -> tuple[object, ...]:
+    """Shapes, dtypes and devices of the weights."""
+    return tuple((parameter.shape, parameter.dtype, parameter.device) for parameter in module.parameters())
+
+
+def warm(layout: Layout, module: nn.Module, tokens: int) -> Decision:
+    """Runs what our kernels do in a call of `module` on `tokens` tokens, forward and backward, on dummy data.
+
+    The module's own projections are not called: their hooks would fire.
+    """
+    some = next(module.parameters(), None)
+    projection = module.__dict__["_modules"].get(layout.gate)
+    hidden, width = getattr(projection, "in_features", None), getattr(projection, "out_features", None)
+    if some is None or not isinstance(hidden, int) or not isinstance(width, int):
+        return decide_module(layout, module, Assumed(tokens))
+    with torch.enable_grad():
+        x = torch.zeros(tokens, hidden, dtype=some.dtype, device=some.device, requires_grad=True)
+        verdict = decide(layout, module, x)
+        if verdict.decision.route is Route.ORIGINAL:
+            return verdict.decision
+        if verdict.decision.route is Route.FUSED:
+            assert verdict.weights is not None
+            gate, up, down, gate_bias, up_bias, down_bias = (
+                None if weight is None else weight.detach() for weight in verdict.weights
+            )
+            assert gate is not None and down is not None
+            out = run_gated_mlp(verdict.backend, x, gate, up, down, gate_bias, up_bias, down_bias, verdict.activation)
+        else:
+            gate = torch.zeros(tokens, width, dtype=some.dtype, device=some.device, requires_grad=True)
+            up = None if layout.up is None else torch.zeros_like(gate, requires_grad=True)
+            first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
+            backend = choose_act_mul(first, second, verdict.activation)
+            if isinstance(backend, Reason):
+                return original(backend)
+            out = run_act_mul(backend, gate, up, verdict.activation)
+        out.backward(torch.zeros_like(out))  # type: ignore[no-untyped-call]
+    return verdict.decision
+
+
 def read_activation(layout: Layout, module: nn.Module) -> str | Reason:
     """Which activation `module` applies, or why that is not plainly one of ours."""
     if not _reads_plainly(type(module), layout.children):  # type: ignore[arg-type]

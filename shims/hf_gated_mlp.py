@@ -147,6 +147,17 @@ def looks_alike(module: nn.Module) -> bool:
     )
 
 
+def size_of(module: nn.Module) -> tuple[object, ...]:
+    """Shapes, dtypes and devices of the weights."""
+    return gated_mlp.size_of(module)
+
+
+def warm(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decision:
+    """Runs the route that `module(x)` would take, on dummy data."""
+    template = template_of(forward)
+    return gated_mlp.warm(template.layout, module, tokens) if template else original(Reason.FORWARD_DIFFERS)
+
+
 def decide(module: nn.Module, forward: Callable[..., Any], assumed: Assumed) -> Decision:
     """The route that `module(x)` would take."""
     template = template_of(forward)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .entry import accelerate, accelerated, disabled, restore, status
     from .explanation import explain
     from .settings import SettingsError
+    from .warming import warmup
 
 __version__ = "0.1.0.dev0"
 
@@ -31,6 +32,7 @@ _HOME = {
     "Reason": "decline",
     "Route": "decline",
     "SettingsError": "settings",
+    "warmup": "warming",
     "ops": "",
 }
 
@@ -46,6 +48,7 @@ __all__ = [
     "ops",
     "restore",
     "status",
+    "warmup",
 ]
 
 

@@ -45,6 +45,12 @@ class Shim(Protocol):
     def make_forward(self, original: Callable[..., Any], switch: patch.Switch, record: Record) -> Callable[..., Any]:
         """The function that stands in for `original`."""
 
+    def size_of(self, module: nn.Module) -> tuple[object, ...]:
+        """What two modules of one class must share for their kernels to be the same."""
+
+    def warm(self, module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decision:
+        """Runs the route that `decide` gives, forward and backward, on dummy data; returns the decision."""
+
     def decide(self, module: nn.Module, forward: Callable[..., Any], assumed: Assumed) -> Decision:
         """The route that a plain eager call would take, judged from `module` and what is assumed of the rest."""
 

@@ -1,1 +1,222 @@
-"""cli"""
+"""The `fusepatch` command: run a script accelerated, explain a model, see it work on real weights.
+
+Nothing heavy is imported before a command needs it, so that `--help` and a mistyped name answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+
+USAGE_ERROR = 2
+
+
+class CommandError(Exception):
+    """What a command can't do, in one line for the user. The exit code is 2, and nothing was changed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` (default: the process's arguments) names; returns its exit code."""
+    ours, theirs = _split_off_script_arguments(list(sys.argv[1:] if argv is None else argv))
+    options = _parser().parse_args(ours)
+    try:
+        code: int = options.command(options, theirs)
+    except CommandError as error:
+        print(f"fusepatch: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return code
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+# ---------------------------------------------------------------------------------------------------- the arguments
+
+_RUN_NOTES = """\
+SCRIPT or MODULE runs as Python itself would run it, unedited; everything after its name belongs to it. The summary
+line that fusepatch writes after the first step, or at the exit, goes to stderr (FUSEPATCH_LOG=off silences it).
+
+What is accelerated: this process, what it forks, and the children that multiprocessing and torch.multiprocessing
+start with `spawn` or `forkserver`. Python processes that it starts in another way (subprocess, loky) are not, unless
+they call fusepatch.accelerate() themselves. Launchers go in front:
+  torchrun --nproc-per-node 8 -m fusepatch run train.py --lr 1e-4
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fusepatch", description="Runs the models you have on fused GPU kernels, says what it did, and undoes it."
+    )
+    parser.add_argument("--version", action="version", version=f"fusepatch {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    demo = commands.add_parser(
+        "demo",
+        help="see it work on the real weights of a small model",
+        description="Patches SmolLM2-135M-Instruct with its real weights, compares text, loss, every gradient, time "
+        "and memory with and without, and undoes it. Exit code 1 where a promise did not hold.",
+    )
+    demo.add_argument("--prompt", help="what to ask the model")
+    demo.add_argument("--tokens", type=_positive, default=48, help="how many tokens to generate (default: %(default)s)")
+    demo.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file of another model")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
+    demo.set_defaults(command=_demo)
+
+    explain = commands.add_parser(
+        "explain",
+        help="say which route each module of a model would take, and why",
+        description="Builds a model from its configuration, without weights, and says which route each of its modules "
+        "would take on this machine's GPU (its CPU, where it has none), and why not a faster one.",
+    )
+    explain.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, or a name on the Hugging Face hub")
+    explain.add_argument("--tokens", type=_positive, default=2048, help="tokens in one call (default: %(default)s)")
+    explain.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="assume this dtype, not the configuration's"
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.add_argument("--gguf", metavar="FILE", help="the GGUF file in MODEL to read the configuration from")
+    explain.set_defaults(command=_explain)
+
+    run = commands.add_parser(
+        "run",
+        help="run a script or a module, accelerated and unedited",
+        usage="fusepatch run [--ops OPS] [--strict] (SCRIPT | -m MODULE) [ARGS ...]",
+        description="Calls fusepatch.accelerate(), then runs a script or a module.",
+        epilog=_RUN_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    run.add_argument("--ops", help="the ops to turn on, separated by commas (default: all that are on by default)")
+    run.add_argument("--strict", action="store_true", help="raise where the library's own code would run")
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
+    run.add_argument("script", metavar="SCRIPT", nargs="?", help="run a file, as `python SCRIPT` does")
+    run.set_defaults(command=_run)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return number
+
+
+def _split_off_script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """(ours, the script's): after the script's name, or `-m MODULE`, nothing is ours to parse.
+
+    argparse can't be told so: its REMAINDER still takes an option of ours that follows `-m MODULE`.
+    """
+    if arguments[:1] != ["run"]:
+        return arguments, []
+    at = 1
+    while at < len(arguments):
+        word = arguments[at]
+        if word == "--":
+            return [*arguments[:at], *arguments[at + 1 : at + 2]], arguments[at + 2 :]
+        if word == "-m":
+            return arguments[: at + 2], arguments[at + 2 :]
+        if not word.startswith("-") or word.startswith("-m"):
+            return arguments[: at + 1], arguments[at + 1 :]
+        at += 2 if word == "--ops" else 1
+    return arguments, []
+
+
+# ------------------------------------------------------------------------------------------------------ the commands
+
+
+def _run(options: argparse.Namespace, theirs: list[str]) -> int:
+    from . import run
+
+    if options.module is None and options.script is None:
+        raise CommandError("name a script to run, or a module with -m MODULE")
+    ops = None if options.ops is None else tuple(name.strip() for name in options.ops.split(","))
+    if options.module is not None:
+        run.run_module(options.module, theirs, ops, strict=options.strict)
+    else:
+        run.run_script(options.script, theirs, ops, strict=options.strict)
+    return 0
+
+
+def _demo(options: argparse.Namespace, _: list[str]) -> int:
+    from . import demo
+
+    prompt = demo.PROMPT if options.prompt is None else options.prompt
+    return demo.run(demo.Options(prompt, options.tokens, options.gguf, options.json))
+
+
+def _explain(options: argparse.Namespace, _: list[str]) -> int:
+    model, dtype = _build_on_meta(options.model, options.gguf), None
+    import torch
+
+    from .explanation import explain
+    from .settings import SettingsError
+
+    if options.dtype is not None:
+        dtype = getattr(torch, options.dtype)
+    try:
+        found = explain(
+            model, tokens=options.tokens, device="cuda" if torch.cuda.is_available() else "cpu", dtype=dtype
+        )
+    except SettingsError as error:
+        raise CommandError(str(error)) from None
+    print(json.dumps(found.to_dict(), indent=2) if options.json else found)
+    return 0
+
+
+def _build_on_meta(model: str, gguf: str | None) -> Any:
+    """The model that the configuration of `model` describes, with no memory behind its weights."""
+    from . import importhook
+
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        if gguf is not None:
+            raise CommandError(f"{model} is a GGUF file itself: leave --gguf out, or name its folder")
+        path, gguf = path.parent, path.name
+    elif path.is_dir():
+        if not (path / (gguf or "config.json")).is_file():
+            hint = "" if gguf else " (name a GGUF file in it with --gguf)"
+            raise CommandError(f"{model} has no file {gguf or 'config.json'}{hint}")
+    elif path.exists():
+        raise CommandError(f"{model} is neither a folder nor a .gguf file")
+    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:  # a name on the hub is `name` or `owner/name`
+        raise CommandError(f"{model} does not exist")
+    if not importhook.is_installed("transformers"):
+        raise CommandError('explain needs transformers: pip install "fusepatch[hf]"')
+    if gguf is not None and path.is_dir():
+        from .demo.weights import check_gguf
+
+        check_gguf(path / gguf)
+
+    import torch
+    import transformers
+
+    source = str(path) if path.is_dir() else model
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, gguf_file=gguf, trust_remote_code=False)
+        with torch.device("meta"):
+            return _from_config(config)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise CommandError(
+                f"{model} brings its own code, which this command does not run: build the model, and call "
+                "fusepatch.explain(model)"
+            ) from None
+        raise CommandError(f"can't build {model} from its configuration: {first_line(error)}") from None
+
+
+def _from_config(config: Any) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError:  # no language model, or not only one
+        return transformers.AutoModel.from_config(config)

@@ -229,6 +229,11 @@ class Reason(Enum):
         "the kernel gave wrong results on this kind of GPU and is off",
         "please report it; the library's own code runs instead",
     )
+    SELFCHECK_INCONCLUSIVE = (
+        "selfcheck-inconclusive",
+        "the kernel could not be checked on this GPU (out of memory, a busy or exclusive GPU)",
+        "start again when the GPU is free; `warmup()` before loading other models leaves room",
+    )
 
     __hash__ = object.__hash__
 

@@ -163,6 +163,20 @@ def _is_on() -> bool:
     return any(reason is None for reason in _state.outcomes.values())
 
 
+def live_modules(model: nn.Module) -> list[tuple[Target, nn.Module, type[nn.Module]]]:
+    """(target, module, patched class) of every module in `model` that a live patch serves."""
+    by_name = {target.name: target for target in catalogue.TARGETS}
+    with _state.lock:
+        owners = [(module, catalogue.owner_of(type(module))) for module in model.modules()]
+        return [
+            (by_name[found.target], module, owner)
+            for module, owner in owners
+            if owner is not None
+            and (found := _state.patches.get(owner)) is not None
+            and found.switch.why_off(module) is None
+        ]
+
+
 @contextlib.contextmanager
 def settings_in_force() -> Iterator[settings.Settings]:
     """The settings that decisions see now: those of `accelerate()`, or the environment's where it is not on."""

@@ -34,7 +34,7 @@ class OpOptions:
     """Whether `accelerate()` without names turns the op on."""
 
 
-OPS: dict[str, OpOptions] = {op.name: op for op in (OpOptions("gated_mlp", backends=("reference",)),)}
+OPS: dict[str, OpOptions] = {op.name: op for op in (OpOptions("gated_mlp", backends=("triton", "reference")),)}
 
 
 @dataclass(frozen=True)

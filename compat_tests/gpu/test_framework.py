@@ -100,7 +100,7 @@ def test_cold_kernel_declines_under_capture(monkeypatch: pytest.MonkeyPatch) -> 
         choose.BACKENDS[0], name="cold", native=True, compiled=lambda problem, tokens: False, packages=()
     )
     monkeypatch.setattr(choose, "BACKENDS", (cold,))
-    choose._for_problem.cache_clear()
+    choose.forget()
     mlp = tiny_llama_mlp(torch.bfloat16).cuda()
     x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
     fusepatch.accelerate()
@@ -111,7 +111,7 @@ def test_cold_kernel_declines_under_capture(monkeypatch: pytest.MonkeyPatch) -> 
             mlp(x)
     assert _declines() == {Reason.CAPTURE_COLD.value: 1}
     assert _calls()[Route.ORIGINAL.value] == 1
-    choose._for_problem.cache_clear()
+    choose.forget()
 
 
 def test_a_device_that_is_not_the_current_one(reference_backend: None) -> None:

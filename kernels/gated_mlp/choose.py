@@ -7,7 +7,6 @@ gradient of the wrong function.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import arch, settings
+from ... import arch, selfcheck, settings
 from ...decline import Reason, Route
 
 OP = "gated_mlp"
@@ -64,13 +63,28 @@ class Backend:
     """Whether the kernel was measured to win for this problem and number of tokens."""
     compiled: Callable[[Problem, int], bool] = field(default=lambda problem, tokens: True)
     """Whether a launch would neither compile nor allocate plans: what a CUDA-graph capture needs."""
-    selfcheck: Callable[[Problem], Reason | None] = field(default=lambda problem: None)
-    """The remembered verdict of the self-check on this kind of GPU."""
+    check: str | None = None
+    """The module that checks the kernels on a kind of GPU before they first serve there."""
+
+
+def _is_compiled(problem: Problem, tokens: int) -> bool:
+    pointwise = importlib.import_module("fusepatch.kernels.gated_mlp.pointwise")
+    return bool(pointwise.is_compiled(problem.dtype, problem.activation, tokens))
 
 
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        name="triton",
+        module="fusepatch.kernels.gated_mlp.pointwise",
+        routes=frozenset({Route.POINTWISE}),
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        fused_bias=False,
+        packages=("triton",),
+        check="fusepatch.kernels.gated_mlp.check",
+        compiled=_is_compiled,
+    ),
     # The op itself takes biases on every route. The fused route declines them until a native kernel takes them, so
     # that the route taken in a rehearsal on a CPU is the one taken on a GPU.
     Backend(
@@ -84,6 +98,8 @@ BACKENDS: tuple[Backend, ...] = (
 )
 """In order of preference where none is named."""
 
+REFERENCE = BACKENDS[-1]
+
 
 def load(backend: Backend) -> ModuleType:
     """The module with the backend's kernels, imported once."""
@@ -95,7 +111,14 @@ def choose(problem: Problem, tokens: int, *tensors: Tensor) -> Backend | Reason:
 
     `tensors` are those whose addresses the kernel reads; their alignment is checked where the backend asks for it.
     """
-    found = _for_problem(settings.current(), problem)
+    key = (settings.current(), problem)
+    found = _known.get(key)
+    if found is None:
+        if is_capturing(problem.device):
+            return Reason.CAPTURE_COLD  # finding out may start a child process and compile
+        if len(_known) >= _KNOWN_LIMIT:
+            _known.clear()
+        found = _known[key] = _for_problem(*key)
     if isinstance(found, Reason):
         return found
     if found.max_elements is not None and tokens * max(problem.hidden, 2 * problem.inner) > found.max_elements:
@@ -110,12 +133,20 @@ def choose(problem: Problem, tokens: int, *tensors: Tensor) -> Backend | Reason:
     return found
 
 
+_known: dict[tuple[settings.Settings, Problem], Backend | Reason] = {}
+_KNOWN_LIMIT = 4096
+
+
+def forget() -> None:
+    """Drops what was worked out so far, for tests that change the table of backends."""
+    _known.clear()
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@functools.lru_cache(maxsize=4096)
 def _for_problem(current: settings.Settings, problem: Problem) -> Backend | Reason:
     """The part that does not depend on the call, worked out once per problem and `accelerate()`."""
     op = current.ops[OP]
@@ -159,13 +190,19 @@ def _why_not(backend: Backend, problem: Problem) -> Reason | None:
         return Reason.BIAS
     if problem.hidden % backend.width_multiple or problem.inner % backend.width_multiple:
         return Reason.ALIGNMENT
-    return backend.selfcheck(problem)
+    if backend.check is not None:
+        return selfcheck.verdict(check_of(backend, problem), problem.device).reason
+    return None
+
+
+def check_of(backend: Backend, problem: Problem) -> selfcheck.Check:
+    """The self-check that covers a problem: one per backend, route, dtype and activation."""
+    assert backend.check is not None
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return selfcheck.Check(backend.check, f"{backend.name} {problem.route.value} {dtype} {problem.activation}")
 
 
 def for_op(problem: Problem, tokens: int, *tensors: Tensor) -> Backend:
     """As `choose`, for a direct call of the op, which has no library's code to decline to: plain PyTorch serves it."""
     found = choose(problem, tokens, *tensors)
-    return found if isinstance(found, Backend) else _REFERENCE
-
-
-_REFERENCE = next(backend for backend in BACKENDS if backend.name == "reference")
+    return found if isinstance(found, Backend) else REFERENCE

@@ -90,6 +90,7 @@ def act_mul(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`act(gate) * up`, any equal shapes with unit inner stride; the result is contiguous."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _launch(_forward_kernel, (gate, up), (out,), activation)
+    _forward_ran.add(_size(gate, activation))
     return out
 
 
@@ -102,6 +103,25 @@ def act_mul_backward(
     outputs = (some if d_gate is None else d_gate, some if d_up is None else d_up)  # the one not wanted is not touched
     flags = {"WANT_GATE": d_gate is not None, "WANT_UP": d_up is not None}
     _launch(_backward_kernel, (dh, gate, up), outputs, activation, **flags)
+    _backward_ran.add(_size(gate, activation))
+
+
+_forward_ran: set[tuple[torch.dtype, str, int]] = set()
+_backward_ran: set[tuple[torch.dtype, str, int]] = set()
+
+
+def _size(gate: Tensor, activation: str) -> tuple[torch.dtype, str, int]:
+    return gate.dtype, activation, gate.shape[:-1].numel()
+
+
+def is_compiled(dtype: torch.dtype, activation: str, tokens: int) -> bool:
+    """Whether both passes (without gradients: the forward) ran at this size, so that a launch compiles nothing.
+
+    Asked under CUDA-graph capture only. Triton compiles anew for other dtypes, and for sizes and strides that are or
+    are not multiples of 16.
+    """
+    size = (dtype, activation, tokens)
+    return size in _forward_ran and (size in _backward_ran or not torch.is_grad_enabled())
 
 
 def _launch(

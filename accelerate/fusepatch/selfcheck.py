@@ -1,0 +1,287 @@
+"""Before a native kernel is first used on a kind of GPU it is compared with the reference there, in a child process.
+
+A leaf, besides settings and reasons: kernels ask for a verdict here. A child, because a hang or an illegal access must
+not take training down; started with `python -m`, because multiprocessing would run the user's script again. What it
+finds is remembered on disk per kind of GPU, driver, versions and kernel sources, so it runs once per node however many
+ranks start: the others wait for the first.
+
+    passed         the kernel may serve
+    failed         it is off, warned about once, and remembered
+    inconclusive   out of memory, a busy or exclusive GPU, a killed child: off for this process, and not remembered
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from . import settings
+from .decline import Reason
+
+log = logging.getLogger("fusepatch")
+
+CHILD_LIMIT_S = 120.0
+"""A check takes about 10 s cold. With the wait below it stays under half of NCCL's 600 s time-out."""
+WAIT_LIMIT_S = CHILD_LIMIT_S + 60.0
+BUSY_S = 5.0
+"""Plain PyTorch on a few thousand elements takes milliseconds: where it took longer than this, the GPU was busy."""
+MARK = "fusepatch-selfcheck "
+
+
+class Outcome(Enum):
+    """What a self-check found."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome, and in words what differed or went wrong."""
+
+    outcome: Outcome
+    what: str = ""
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why the kernel must not serve, if it must not."""
+        return {
+            Outcome.PASSED: None,
+            Outcome.FAILED: Reason.SELFCHECK_FAILED,
+            Outcome.INCONCLUSIVE: Reason.SELFCHECK_INCONCLUSIVE,
+        }[self.outcome]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to verify: `module` has `run(case, device, step)`, and `case` says which kernels, dtype, activation."""
+
+    module: str
+    case: str
+
+    def __str__(self) -> str:
+        return f"{self.module.removeprefix('fusepatch.kernels.')} {self.case}"
+
+
+_verdicts: dict[tuple[Check, str], Verdict] = {}
+_lock = threading.Lock()
+
+
+def verdict(check: Check, device: torch.device) -> Verdict:
+    """The verdict for this kind of device: from this process, from disk, or from a check that runs now."""
+    kind = device_kind(device)
+    found = _verdicts.get((check, kind))
+    if found is None:
+        with _lock:
+            found = _verdicts.get((check, kind)) or _remembered_or_run(check, device, kind)
+            _verdicts[check, kind] = found
+    return found
+
+
+def known(check: Check, device: torch.device) -> bool:
+    """Whether this process has the verdict already, so that asking for it costs nothing."""
+    return (check, device_kind(device)) in _verdicts
+
+
+def forget() -> None:
+    """Drops what this process knows; the disk is asked again."""
+    _verdicts.clear()
+
+
+# ------------------------------------------------------------------------------------------------ what it is keyed by
+
+
+@functools.lru_cache(maxsize=64)
+def device_kind(device: torch.device) -> str:
+    """Name and capability of a GPU; the same for two of one kind."""
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} ({major}, {minor})"
+
+
+def identity(check: Check, kind: str) -> dict[str, str]:
+    """All that a remembered verdict holds for."""
+    return {
+        "check": str(check),
+        "device": kind,
+        "driver": _driver(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": _version("triton"),
+        "cutlass": _version("nvidia-cutlass-dsl"),
+        "cudnn": _version("nvidia-cudnn-frontend"),
+        "sources": sources_hash(),
+    }
+
+
+def _driver() -> str:
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+
+
+@functools.cache
+def sources_hash() -> str:
+    """Of every kernel's source, and of this machinery: whatever changes there is checked again."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*(here / "kernels").rglob("*.py"), here / "selfcheck.py", here / "selfcheck_child.py"]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+def _remembered_or_run(check: Check, device: torch.device, kind: str) -> Verdict:
+    key = identity(check, kind)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    folder = settings.current().cache_dir / "selfcheck"
+    path = folder / f"{name}.json"
+    found = _read(path)
+    if found is None:
+        with _one_per_node(folder / f"{name}.lock") as first:
+            found = _read(path)  # another rank may have written it while we waited
+            if found is None and not first:
+                found = Verdict(
+                    Outcome.INCONCLUSIVE, f"another process did not finish the check in {WAIT_LIMIT_S:.0f} s"
+                )
+            if found is None:
+                log.info("checking %s on %s once", check, kind)
+                found = run(check, device)
+                if found.outcome is not Outcome.INCONCLUSIVE:
+                    _write(path, found, key)
+    if found.outcome is not Outcome.PASSED:
+        log.warning(
+            "self-check %s on %s %s: %s. The library's own code runs instead.",
+            check,
+            kind,
+            found.outcome.value,
+            found.what,
+        )
+    return found
+
+
+def _read(path: Path) -> Verdict | None:
+    try:
+        stored = json.loads(path.read_text())
+        return Verdict(Outcome(stored["outcome"]), str(stored["what"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not there, or damaged: checked again
+
+
+def _write(path: Path, found: Verdict, key: dict[str, str]) -> None:
+    half = path.with_suffix(f".{os.getpid()}.half")
+    with contextlib.suppress(OSError):  # a full or read-only disk costs another check, and nothing else
+        half.write_text(json.dumps({"outcome": found.outcome.value, "what": found.what, **key}, indent=1))
+        half.replace(path)
+
+
+@contextlib.contextmanager
+def _one_per_node(path: Path) -> Iterator[bool]:
+    """Holds the file's lock; yields whether it was had in time. Where no file can be made, everyone is the first."""
+    try:
+        import fcntl
+
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = path.open("w")
+    except (ImportError, OSError):
+        yield True
+        return
+    with file:
+        deadline = time.monotonic() + WAIT_LIMIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    yield False
+                    return
+                time.sleep(0.2)
+        yield True
+
+
+# ------------------------------------------------------------------------------------------------------ the child
+
+
+def run(check: Check, device: torch.device, *, limit_s: float = CHILD_LIMIT_S) -> Verdict:
+    """Runs the check in a child process now, and judges what it left behind."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("FUSEPATCH")}
+    command = [sys.executable, "-m", "fusepatch.selfcheck_child", check.module, check.case, str(device)]
+    # -m puts the working folder first on sys.path: with ours as that, the child finds this very fusepatch, and no
+    # module of the user's hides one of torch's.
+    child = subprocess.Popen(
+        command,
+        cwd=Path(__file__).parent.parent,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, complaints = child.communicate(timeout=limit_s)
+        code: int | None = child.returncode
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)
+        output, complaints = child.communicate()
+        code = None
+    return judge(code, output, complaints, limit_s)
+
+
+def judge(code: int | None, output: str, complaints: str, limit_s: float) -> Verdict:
+    """What a child's exit code (None: it ran past the limit) and output mean.
+
+    The child says before each case that plain PyTorch has done the same work and how long that took; so a child that
+    ended or hung after that line did so inside the kernel, and one before it did not.
+    """
+    marks = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+    last = marks[-1] if marks else {}
+    if code == 0 and "outcome" in last:
+        return Verdict(Outcome(last["outcome"]), last["what"])
+    where = f"in {last['kernel']}" if "kernel" in last else "before any kernel ran"
+    tail = complaints.strip().splitlines()[-1:] or ["no message"]
+    if code is None:
+        how = f"no answer within {limit_s:.0f} s, {where}"
+    elif code < 0:
+        how = f"killed by signal {-code} {where}: {tail[0]}"
+    else:
+        how = f"exit code {code} {where}: {tail[0]}"
+    was_busy = any(mark.get("seconds", 0.0) > BUSY_S for mark in marks)
+    blames_kernel = "kernel" in last and code != -signal.SIGKILL and not was_busy
+    return Verdict(Outcome.FAILED if blames_kernel else Outcome.INCONCLUSIVE, how)
+
+
+def to_dict(found: Verdict) -> dict[str, str]:
+    """For reports."""
+    return {**asdict(found), "outcome": found.outcome.value}

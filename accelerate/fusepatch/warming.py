@@ -1,0 +1,99 @@
+"""`warmup(model, token_counts)`: compiles and self-checks ahead of time, for the sizes that will come.
+
+Besides `accelerate()` the only way by which what a decision sees may change: what it compiles, CUDA-graph capture may
+use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from . import catalogue, entry, table
+from .decline import Route
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """One kind of module at one size."""
+
+    class_name: str
+    tokens: int
+    modules: int
+    """How many modules of the model are of this kind."""
+    route: str
+    reason: str | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What `warmup()` did."""
+
+    rows: tuple[Warmed, ...]
+
+    @property
+    def native(self) -> int:
+        """How many of the rows a native route will serve."""
+        return sum(row.route != Route.ORIGINAL.value for row in self.rows)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                row.class_name.rpartition(".")[2],
+                row.modules,
+                row.tokens,
+                row.route,
+                row.reason or "-",
+                f"{row.seconds:.2f}",
+            )
+            for row in self.rows
+        ]
+        return table.render(("class", "modules", "tokens", "route", "why not faster", "seconds"), rows)
+
+
+def warmup(model: nn.Module, token_counts: int | Sequence[int]) -> WarmupReport:
+    """Runs each route that `model` would take with these numbers of tokens, once, forward and backward, on dummy data.
+
+    `token_counts` are numbers of tokens in one call: batch times sequence length. The model's weights are read and
+    nothing of it is changed. Call it after `accelerate()` and after the model is on its device.
+
+    Raises TypeError or ValueError for arguments of another kind, and RuntimeError where `accelerate()` has patched no
+    class of the model: a warm-up that warms nothing must not pass for one that did.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"warmup() takes a torch.nn.Module, got {type(model).__name__}")
+    counts = [token_counts] if isinstance(token_counts, int) else list(token_counts)
+    if not counts or any(isinstance(count, bool) or not isinstance(count, int) for count in counts):
+        raise TypeError(f"token_counts must be a whole number or several, got {token_counts!r}")
+    if min(counts) < 1:
+        raise ValueError(f"token_counts must be positive, got {token_counts!r}")
+    kinds: dict[tuple[object, ...], list[tuple[catalogue.Target, nn.Module, type[nn.Module]]]] = {}
+    for target, module, owner in entry.live_modules(model):
+        key = (owner, target.shim.size_of(module))
+        kinds.setdefault(key, []).append((target, module, owner))
+    if not kinds:
+        raise RuntimeError(
+            f"no class of {type(model).__name__} is patched: call accelerate() first. "
+            "print(fusepatch.explain(model)) says which would be."
+        )
+    rows = []
+    for found in kinds.values():
+        target, module, owner = found[0]
+        for tokens in sorted(set(counts)):
+            start = time.perf_counter()
+            made = target.shim.warm(module, catalogue.forward_of(owner), tokens)
+            rows.append(
+                Warmed(
+                    f"{owner.__module__}.{owner.__qualname__}",
+                    tokens,
+                    len(found),
+                    made.route.value,
+                    None if made.reason is None else made.reason.value,
+                    time.perf_counter() - start,
+                )
+            )
+    return WarmupReport(tuple(rows))
