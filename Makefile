@@ -47,9 +47,9 @@ gpu-test: python
 	PYTHONPATH="accelerate$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
 lint: env-test
-	$(RUN)/ruff check .
-	$(RUN)/ruff format --check .
-	$(RUN)/mypy
+	$(RUN)/python -m ruff check .
+	$(RUN)/python -m ruff format --check .
+	$(RUN)/python -m mypy
 
 docs-tables: env-test
 	@$(RUN)/python docs/generate.py
@@ -62,7 +62,7 @@ python:
 	@command -v $(firstword $(PYTHON)) >/dev/null || \
 		{ echo 'fusepatch: no $(firstword $(PYTHON)) found; name a Python 3.10 or newer: make ... PYTHON=python3.x' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "fusepatch: needs Python 3.10 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make ... PYTHON=python3.x" >&2; exit 1; }
+		{ echo "fusepatch: needs Python 3.10 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1 | head -n 1); name another: make ... PYTHON=python3.x" >&2; exit 1; }
 
 clean:
 	rm -rf .env-fusepatch .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site accelerate/*.egg-info

@@ -37,7 +37,7 @@ GIB = 2**30
 NEEDED_GIB = {"demo": 3, "test": 5}
 
 
-class CanNotSetUp(Exception):
+class SetUpError(Exception):
     """Why there is no environment, in words for the user."""
 
 
@@ -123,14 +123,14 @@ def _check(level: str) -> None:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
     except ImportError as error:
-        raise CanNotSetUp(
+        raise SetUpError(
             f"{sys.executable} has no {error.name}, which makes environments. Debian and Ubuntu keep it in a package "
             f"of its own: apt-get install python{sys.version_info.major}.{sys.version_info.minor}-venv. "
             "Or name another Python: make ... PYTHON=python3.x"
         ) from None
     free = shutil.disk_usage(HOME).free
     if free < NEEDED_GIB[level] * GIB:
-        raise CanNotSetUp(
+        raise SetUpError(
             f"{free / GIB:.1f} GiB free where {HOME} lies; {NEEDED_GIB[level]} GiB are needed (more for a PyTorch "
             "with CUDA)."
         )
@@ -161,8 +161,8 @@ def _step(what: str, *command: str | Path) -> None:
         return
     tail = "" if sys.stdout.isatty() else "\n".join(["", *LOG.read_text().splitlines()[-15:], f"(all of it: {LOG})"])
     if "No space left on device" in tail or shutil.disk_usage(HOME).free < GIB // 4:
-        raise CanNotSetUp(f"the disk is full ({HOME}, or the folder for temporary files). {what} failed.{tail}")
-    raise CanNotSetUp(f"{what} failed (exit status {code}).{tail}")
+        raise SetUpError(f"the disk is full ({HOME}, or the folder for temporary files). {what} failed.{tail}")
+    raise SetUpError(f"{what} failed (exit status {code}).{tail}")
 
 
 def _pip(what: str, *arguments: str) -> None:
@@ -236,7 +236,7 @@ def main() -> int:
         return 2
     try:
         make(sys.argv[1])
-    except CanNotSetUp as error:
+    except SetUpError as error:
         print(f"fusepatch: {error}", file=sys.stderr)
         return 1
     except OSError as error:

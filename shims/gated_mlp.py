@@ -97,10 +97,10 @@ def decide(layout: Layout, module: nn.Module, x: Any) -> Verdict:
     tokens = x.numel() // x.shape[-1]
     weights = read_weights(layout, module)
     if isinstance(weights, Reason):
-        return _try_pointwise(layout, x.dtype, x.device, tokens, activation, weights)
+        return _try_pointwise(layout, module, x.dtype, x.device, tokens, activation, weights)
     backend = why_not_input(x, weights) or choose_fused(weights, activation, x.device, x.dtype, tokens, x)
     if isinstance(backend, Reason):
-        return _try_pointwise(layout, x.dtype, x.device, tokens, activation, backend)
+        return _try_pointwise(layout, module, x.dtype, x.device, tokens, activation, backend)
     return Verdict(FUSED, activation, backend, weights)
 
 
@@ -118,10 +118,10 @@ def decide_module(layout: Layout, module: nn.Module, assumed: Assumed) -> Decisi
     device, dtype = assumed.device or some.device, assumed.dtype or some.dtype
     weights = read_weights(layout, module)
     if isinstance(weights, Reason):
-        return _try_pointwise(layout, dtype, device, tokens, activation, weights).decision
+        return _try_pointwise(layout, module, dtype, device, tokens, activation, weights).decision
     backend = choose_fused(weights, activation, device, dtype, tokens)
     if isinstance(backend, Reason):
-        return _try_pointwise(layout, dtype, device, tokens, activation, backend).decision
+        return _try_pointwise(layout, module, dtype, device, tokens, activation, backend).decision
     return FUSED
 
 
@@ -136,9 +136,8 @@ def warm(layout: Layout, module: nn.Module, tokens: int) -> Decision:
     The module's own projections are not called: their hooks would fire.
     """
     some = next(module.parameters(), None)
-    projection = module.__dict__["_modules"].get(layout.gate)
-    hidden, width = getattr(projection, "in_features", None), getattr(projection, "out_features", None)
-    if some is None or not isinstance(hidden, int) or not isinstance(width, int):
+    hidden, inner = _sizes(layout, module)
+    if some is None or not hidden or not inner:
         return decide_module(layout, module, Assumed(tokens))
     with torch.enable_grad():
         x = torch.zeros(tokens, hidden, dtype=some.dtype, device=some.device, requires_grad=True)
@@ -153,10 +152,11 @@ def warm(layout: Layout, module: nn.Module, tokens: int) -> Decision:
             assert gate is not None and down is not None
             out = run_gated_mlp(verdict.backend, x, gate, up, down, gate_bias, up_bias, down_bias, verdict.activation)
         else:
+            width = inner if layout.up is not None else 2 * inner
             gate = torch.zeros(tokens, width, dtype=some.dtype, device=some.device, requires_grad=True)
             up = None if layout.up is None else torch.zeros_like(gate, requires_grad=True)
             first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
-            backend = choose_act_mul(first, second, verdict.activation)
+            backend = choose_act_mul(first, second, verdict.activation, hidden)
             if isinstance(backend, Reason):
                 return original(backend)
             out = run_act_mul(backend, gate, up, verdict.activation)
@@ -268,20 +268,34 @@ def choose_fused(
 
 
 def _try_pointwise(
-    layout: Layout, dtype: torch.dtype, device: torch.device, tokens: int, activation: str, why_not_fused: Reason
+    layout: Layout,
+    module: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    activation: str,
+    why_not_fused: Reason,
 ) -> Verdict:
     """The pointwise route if there could be a kernel for it, because the fused one declined with the reason given."""
     if not layout.pointwise:
         return _declined(why_not_fused)
+    hidden, inner = _sizes(layout, module)
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    found = choose(Problem(Route.POINTWISE, device, dtype, 0, 0, activation, bias=False), tokens)
+    found = choose(Problem(Route.POINTWISE, device, dtype, hidden, inner, activation, bias=False), tokens)
     if isinstance(found, Reason):
         return _declined(found)
     return Verdict(decision(Route.POINTWISE, why_not_fused), activation)
 
 
-def choose_act_mul(gate: Any, up: Any, activation: str) -> Backend | Reason:
+def _sizes(layout: Layout, module: nn.Module) -> tuple[int, int]:
+    """Hidden and intermediate size as the first projection states them; adapters and quantised layers do too."""
+    projection = module.__dict__["_modules"].get(layout.gate)
+    hidden, width = getattr(projection, "in_features", 0), getattr(projection, "out_features", 0)
+    return hidden, width if layout.up is not None else width // 2
+
+
+def choose_act_mul(gate: Any, up: Any, activation: str, hidden: int) -> Backend | Reason:
     """The backend of the pointwise route for what the projections returned, or why there is none."""
     for tensor in (gate, up):
         if type(tensor) is not Tensor:
@@ -295,7 +309,7 @@ def choose_act_mul(gate: Any, up: Any, activation: str) -> Backend | Reason:
     if gate.stride(-1) != 1 or up.stride(-1) != 1:
         return Reason.STRIDES
     inner = gate.shape[-1]
-    problem = Problem(Route.POINTWISE, gate.device, gate.dtype, 0, inner, activation, bias=False)
+    problem = Problem(Route.POINTWISE, gate.device, gate.dtype, hidden, inner, activation, bias=False)
     return choose(problem, gate.numel() // inner if inner else 0, gate, up)
 
 
@@ -325,7 +339,8 @@ def make_forward(
             note_trace()
             return library_forward(self, *args, **kwargs)
         x = args[0] if args else kwargs.get(first.name)
-        if x is None or len(args) > 1 or (not ignores_keywords and len(args) + len(kwargs) != 1):
+        named_twice = args and first.name in kwargs
+        if x is None or len(args) > 1 or named_twice or (not ignores_keywords and len(args) + len(kwargs) != 1):
             return library_forward(self, *args, **kwargs)  # raises the TypeError that the caller deserves
         off = switch.why_off(self)
         verdict = _declined(off) if off is not None else decide(layout, self, x)
@@ -355,7 +370,7 @@ def _run_pointwise(
     first = getattr(module, layout.gate)(x)
     second = None if layout.up is None else getattr(module, layout.up)(x)
     gate, up = first.chunk(2, dim=-1) if second is None else (first, second)
-    backend = choose_act_mul(gate, up, verdict.activation)
+    backend = choose_act_mul(gate, up, verdict.activation, x.shape[-1])
     if isinstance(backend, Reason):
         made = original(backend)
         if switch.strict:

@@ -210,7 +210,8 @@ def _build_on_meta(model: str, gguf: str | None) -> Any:
                 f"{model} brings its own code, which this command does not run: build the model, and call "
                 "fusepatch.explain(model)"
             ) from None
-        raise CommandError(f"can't build {model} from its configuration: {first_line(error)}") from None
+        where = "" if path.is_dir() else " (no folder here, so the Hugging Face hub was asked)"
+        raise CommandError(f"can't build {model} from its configuration{where}: {first_line(error)}") from None
 
 
 def _from_config(config: Any) -> Any:

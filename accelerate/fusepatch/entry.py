@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -39,9 +41,19 @@ class _State:
     """Ops that were asked for by name."""
     strict: bool = False
     disabled_depth: int = 0
+    restores: int = 0
+    """How often `restore()` was called: an `accelerated()` block that sees one inside has nothing to put back."""
 
 
 _state = _State()
+
+
+def _fresh_lock() -> None:
+    _state.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fresh_lock)  # another thread may have held it
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,7 @@ def accelerate(
         ]
         _check_plans(plans, named, model)
         _apply(plans, new_settings, strict or new_settings.strict, named)
+    _catch_up_with_imports()
     return status()
 
 
@@ -102,6 +115,7 @@ def restore(ops: str | Sequence[str] | None = None) -> None:
     names = catalogue.check_ops(ops)
     with _state.lock:
         never_ran = _never_ran(names) if _state.strict else []
+        _state.restores += 1
         _undo([found for found in _state.patches.values() if found.op in names])
         for target in catalogue.TARGETS:
             if target.op in names:
@@ -132,7 +146,7 @@ def accelerated(
     """
     with _state.lock:
         before = _snapshot()
-        found = accelerate(ops, model=model, strict=strict)
+    found = accelerate(ops, model=model, strict=strict)
     completed = False
     try:
         yield found
@@ -140,7 +154,10 @@ def accelerated(
     finally:
         with _state.lock:
             never_ran = _never_ran(tuple(_state.named)) if completed and _state.strict else []
-            _return_to(before)
+            if _state.restores == before.restores:
+                _return_to(before)
+            else:
+                restore(ops)
         if never_ran:
             raise DeclinedError(f"strict: {', '.join(never_ran)} was asked for by name and never ran natively.", None)
 
@@ -236,7 +253,7 @@ def _check_plans(plans: list[_Plan], named: set[str], model: nn.Module | None) -
             message = f"nothing to patch for the op {op!r}: no library that it serves is installed. {reasons}"
             if op in named:
                 raise ImportError(message)
-            warnings.warn(f"fusepatch: {message}", stacklevel=4)
+            warnings.warn(f"fusepatch: {message}", stacklevel=3)
 
 
 # --------------------------------------------------------------------------------------------------------- apply
@@ -245,8 +262,6 @@ def _check_plans(plans: list[_Plan], named: set[str], model: nn.Module | None) -
 def _apply(plans: list[_Plan], new_settings: settings.Settings, strict: bool, named: set[str]) -> None:
     """Applies every plan; where one fails half-way, those before it are undone and the error goes on."""
     before = _snapshot()
-    if not _is_on():
-        _forget_counts()
     try:
         settings.install(new_settings)
         logs.configure(new_settings.log)
@@ -255,7 +270,9 @@ def _apply(plans: list[_Plan], new_settings: settings.Settings, strict: bool, na
         for plan in plans:
             if plan.reason is None and not plan.modules:
                 _state.whole_library.add(plan.target.name)
-            if plan.reason is None or _state.outcomes.get(plan.target.name, plan.reason) is not None:
+            if plan.reason is None or (
+                plan.reason is Reason.MISSING_PACKAGE and _state.outcomes.get(plan.target.name, plan.reason) is not None
+            ):
                 _state.outcomes[plan.target.name] = plan.reason
             for owner in plan.owners:
                 _patch_class(plan.target, owner, plan.modules)
@@ -272,7 +289,10 @@ def _apply(plans: list[_Plan], new_settings: settings.Settings, strict: bool, na
             _register_exit_report()
     except BaseException:
         _return_to(before)
+        _state.patches = {**_leftovers(), **before.patches}
         raise
+    if not before.on and not before.whole_library:
+        _forget_counts()
 
 
 def _patch_class(target: Target, owner: type[nn.Module], modules: Sequence[nn.Module] = ()) -> None:
@@ -285,8 +305,8 @@ def _patch_class(target: Target, owner: type[nn.Module], modules: Sequence[nn.Mo
         found.switch.only = weakref.WeakSet(modules)
     elif found.switch.only is not None:
         found.switch.only.update(modules)
+    _state.patches[owner] = found  # first, so that whatever interrupts us here can be undone
     patch.apply(found)
-    _state.patches[owner] = found
     _set_switch(found)
 
 
@@ -309,6 +329,17 @@ def _is_wanted(module_name: str) -> bool:
     return any(
         target.name in _state.whole_library and target.shim.wants_module(module_name) for target in catalogue.TARGETS
     )
+
+
+def _catch_up_with_imports() -> None:
+    """Patches modules that another thread was importing when the import hook came: too late for it, too early for us.
+
+    Without our lock, since importing takes locks of its own. Importing such a module waits until the other thread has.
+    """
+    for name in [name for name in list(sys.modules) if _is_wanted(name)]:
+        if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
+            with contextlib.suppress(ImportError):
+                _after_import(importlib.import_module(name))
 
 
 def _after_import(module: ModuleType) -> None:
@@ -358,11 +389,13 @@ class _Snapshot:
     """What `_return_to` needs to put the process back to where it was."""
 
     on: dict[type[nn.Module], tuple[ForwardPatch, frozenset[weakref.ref[nn.Module]] | None]]
+    patches: dict[type[nn.Module], ForwardPatch]
     outcomes: dict[str, Reason | None]
     whole_library: set[str]
     named: set[str]
     strict: bool
     settings: settings.Settings | None
+    restores: int
 
 
 def _snapshot() -> _Snapshot:
@@ -373,39 +406,49 @@ def _snapshot() -> _Snapshot:
             on[owner] = (found, None if only is None else frozenset(weakref.ref(module) for module in only))
     return _Snapshot(
         on,
+        dict(_state.patches),
         dict(_state.outcomes),
         set(_state.whole_library),
         set(_state.named),
         _state.strict,
         settings.current() if on or _state.whole_library else None,
+        _state.restores,
     )
 
 
 def _return_to(before: _Snapshot) -> None:
+    """Undoes what was added since, and puts back what was taken away."""
     _undo([found for owner, found in _state.patches.items() if owner not in before.on])
-    _state.outcomes = {
-        name: before.outcomes.get(name, Reason.RESTORED if reason is None else reason)
-        for name, reason in _state.outcomes.items()
-    }
+    new = {name: Reason.RESTORED for name, reason in _state.outcomes.items() if reason is None}
+    _state.outcomes = {**new, **before.outcomes}
     _state.whole_library, _state.named, _state.strict = set(before.whole_library), set(before.named), before.strict
     settings.install(before.settings)
-    for found, only in before.on.values():
-        if found.switch.off is not Reason.RESTORED:
-            found.switch.only = None if only is None else weakref.WeakSet(m for ref in only if (m := ref()) is not None)
-            _set_switch(found)
+    for owner, (found, only) in before.on.items():
+        _state.patches[owner] = found
+        if found.switch.off is Reason.RESTORED:
+            patch.apply(found)
+        found.switch.only = None if only is None else weakref.WeakSet(m for ref in only if (m := ref()) is not None)
+        _set_switch(found)
     _watch_imports()
 
 
+def _leftovers() -> dict[type[nn.Module], ForwardPatch]:
+    """Patches that are off, and whose forward somebody else's wrapper holds or may put back."""
+    return {
+        owner: found
+        for owner, found in _state.patches.items()
+        if found.switch.off is Reason.RESTORED and vars(owner).get("forward") is not found.original
+    }
+
+
 def _forget_counts() -> None:
-    """A new start: drops the counts of an earlier `accelerate()` ... `restore()`, and the classes it had patched."""
-    for owner, found in list(_state.patches.items()):
-        if patch.is_in_place(found):
-            patch.undo(found)
+    """A new start: drops the counts from before the last `restore()`, and the classes that only then were patched."""
+    on = {owner: found for owner, found in _state.patches.items() if found.switch.off is not Reason.RESTORED}
+    _state.patches = {**_leftovers(), **on}
+    for found in _state.patches.values():
         found.record.calls.clear()
         found.record.errors.clear()
         found.record.traces.clear()
-        if patch.ours_within(vars(owner)["forward"]) is not found:
-            del _state.patches[owner]
 
 
 # ------------------------------------------------------------------------------------------------------- reporting

@@ -36,12 +36,12 @@ def _of_code(code: CodeType) -> Fingerprint:
         value = instruction.argval
         if "FAST" in instruction.opname:  # one local variable, or two from Python 3.13 on
             names = value if isinstance(value, tuple) else (value,)
-            return tuple(local_index[name] for name in names)
+            return tuple(local_index.get(name, name) for name in names)  # a closure keeps the name
         if isinstance(value, CodeType):
             return _of_code(value)
         if instruction.opname.startswith(("JUMP", "POP_JUMP", "FOR_ITER", "SETUP")):
             return value
-        return (type(value).__name__, value)
+        return repr(value)  # 0.0 is not -0.0, and (1,) not (True,)
 
     body = tuple(
         (instruction.opname, operand(instruction))

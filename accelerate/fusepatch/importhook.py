@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -19,20 +20,24 @@ class _Finder:
     def __init__(self, wanted: Callable[[str], bool], callback: Callable[[ModuleType], None]) -> None:
         self.wanted = wanted
         self.callback = callback
+        self.looking = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not self.wanted(name):
+        if getattr(self.looking, "on", False) or not self.wanted(name):
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                self._watch(spec)
-                return spec
-        return None
+        self.looking.on = True  # a finder that asks the others as we do must not find us asking it
+        try:
+            for finder in sys.meta_path:
+                if finder is not self and hasattr(finder, "find_spec"):
+                    spec = finder.find_spec(name, path, target)
+                    if spec is not None:
+                        self._watch(spec)
+                        return spec
+            return None
+        finally:
+            self.looking.on = False
 
     def _watch(self, spec: ModuleSpec) -> None:
         loader = spec.loader

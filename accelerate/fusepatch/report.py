@@ -18,7 +18,8 @@ class ClassStatus:
 
     name: str
     state: str
-    """`patched`, `wrapped` (another library's forward lies over ours), `restored`."""
+    """`patched`; `wrapped` (another library's forward lies over ours); `restored`; `left` (restored, and then another
+    library put ours back, which passes through: call `restore()` again)."""
     calls: Mapping[str, int]
     """Calls by route."""
     declines: Mapping[str, int]
@@ -130,7 +131,7 @@ class Status:
 
 
 def _anything(each: ClassStatus) -> bool:
-    return bool(each.calls or each.traces or each.errors) or each.state == "wrapped"
+    return bool(each.calls or each.traces or each.errors) or each.state in ("wrapped", "left")
 
 
 def _row(entry: tuple[str, str, ClassStatus]) -> tuple[str, ...]:
@@ -171,7 +172,7 @@ def _target_status(
     if reason is not None:
         state = "off"
     else:
-        state = "patched" if any(each.state != "restored" for each in classes) else "pending"
+        state = "patched" if any(each.state in ("patched", "wrapped") for each in classes) else "pending"
     known = target.name in outcomes
     return TargetStatus(
         target.name,
@@ -192,6 +193,10 @@ def _class_status(found: ForwardPatch) -> ClassStatus:
         calls[made.route.value] = calls.get(made.route.value, 0) + count
         if made.reason is not None:
             declines[made.reason.value] = declines.get(made.reason.value, 0) + count
-    state = "restored" if found.switch.off is Reason.RESTORED else "patched" if is_in_place(found) else "wrapped"
+    in_place = is_in_place(found)
+    if found.switch.off is Reason.RESTORED:
+        state = "left" if in_place else "restored"
+    else:
+        state = "patched" if in_place else "wrapped"
     traces = {reason.value: count for reason, count in list(record.traces.items())}
     return ClassStatus(record.class_name, state, calls, declines, traces, dict(record.errors))

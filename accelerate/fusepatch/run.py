@@ -157,6 +157,8 @@ def _new_main(attributes: dict[str, Any]) -> ModuleType:
     """A new `__main__`, in place of ours."""
     main = ModuleType("__main__")
     vars(main).update({"__builtins__": builtins, "__spec__": None, **attributes})
+    if sys.version_info < (3, 14):
+        vars(main)["__annotations__"] = {}  # as Python sets it there
     sys.modules["__main__"] = main
     return main
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,10 @@ def _flag(text: str) -> bool:
 def _directory(text: str) -> Path:
     if not text.strip():
         raise ValueError(text)
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # ~somebody, who has no home here
+        raise ValueError(text) from None
 
 
 LOG_LEVELS = ("off", "warning", "info", "debug")
@@ -73,7 +77,10 @@ LOG_LEVELS = ("off", "warning", "info", "debug")
 
 def _default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".cache") / "fusepatch"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "fusepatch"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / f"fusepatch-{os.getuid()}"
 
 
 def _op_variables(op: OpOptions) -> tuple[EnvVar, ...]:
@@ -202,9 +209,10 @@ _current: Settings | None = None
 def current() -> Settings:
     """The settings in force: those that the last `accelerate()` read, or the environment's where none was called."""
     global _current
-    if _current is None:
-        _current = read()
-    return _current
+    found = _current
+    if found is None:
+        found = _current = read()
+    return found
 
 
 def install(settings: Settings | None) -> None:

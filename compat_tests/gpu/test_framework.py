@@ -96,9 +96,7 @@ def test_capture_and_replay_with_changed_inputs(reference_backend: None) -> None
 
 
 def test_cold_kernel_declines_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    cold = dataclasses.replace(
-        choose.BACKENDS[0], name="cold", native=True, compiled=lambda problem, tokens: False, packages=()
-    )
+    cold = dataclasses.replace(choose.REFERENCE, name="cold", native=True, compiled=lambda problem, tokens: False)
     monkeypatch.setattr(choose, "BACKENDS", (cold,))
     choose.forget()
     mlp = tiny_llama_mlp(torch.bfloat16).cuda()

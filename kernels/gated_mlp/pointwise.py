@@ -138,8 +138,9 @@ def _launch(
     if programs == 0:
         return
     device = inputs[0].device
-    # The interpreter, which the tests use, runs on a CPU.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    # Triton launches on the current device, and entering a context costs 3 us. The interpreter runs on a CPU.
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
         kernel[(programs,)](
             *inputs, *outputs, rows, width, *strides,
             activation=_ACTIVATION[activation], BLOCK=_BLOCK, num_warps=_WARPS, **flags,
@@ -152,6 +153,8 @@ def _geometry(*tensors: Tensor) -> tuple[tuple[int, int, int], list[int]] | None
     Neighbouring dimensions are merged where every tensor lies so that one stride steps through both. None where more
     than two remain beside the last, which no library's projections return.
     """
+    if all(tensor.is_contiguous() for tensor in tensors):  # as nearly always, and ten times as fast to tell
+        return (1, 1, tensors[0].numel()), [0] * (2 * len(tensors))
     sizes, steps = [1], [[0] * len(tensors)]
     for dim, size in enumerate(tensors[0].shape):
         if size == 1:
