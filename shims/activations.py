@@ -35,12 +35,12 @@ def _hf_gelu_tanh(act: Any) -> str | None:
 
 _KindOf = Callable[[Any], "str | None"]
 
-_TORCH: dict[type, tuple[Any, _KindOf]] = {
-    nn.SiLU: (nn.SiLU.forward, lambda act: "silu"),
-    nn.GELU: (nn.GELU.forward, _torch_gelu),
+# Class name -> what its forward must compute, and which activation an instance then is.
+_TORCH: dict[str, tuple[str, _KindOf]] = {
+    "SiLU": ("def forward(self, input):\n    return F.silu(input, inplace=self.inplace)", lambda act: "silu"),
+    "GELU": ("def forward(self, input):\n    return F.gelu(input, approximate=self.approximate)", _torch_gelu),
 }
-
-# transformers.activations, 5.17 and 5.24: class name -> what its forward must compute, and which activation it then is.
+# transformers.activations, 5.17 and 5.24.
 _TRANSFORMERS: dict[str, tuple[str, _KindOf]] = {
     "SiLUActivation": ("def forward(self, input):\n    return nn.functional.silu(input)", lambda act: "silu"),
     "GELUActivation": ("def forward(self, input):\n    return self.act(input)", _hf_gelu),
@@ -49,20 +49,21 @@ _TRANSFORMERS: dict[str, tuple[str, _KindOf]] = {
 }
 
 
-@functools.cache
-def _known(kind: type) -> tuple[Any, _KindOf] | None:
-    """(the forward that makes instances of `kind` what they are, which activation one is), None for a stranger."""
-    if kind in _TORCH:
-        return _TORCH[kind]
-    library = sys.modules.get("transformers.activations")
-    if library is None or getattr(library, kind.__name__, None) is not kind or kind.__name__ not in _TRANSFORMERS:
-        return None
-    source, kind_of = _TRANSFORMERS[kind.__name__]
-    forward = kind.__dict__.get("forward")
-    genuine = fingerprint.of(forward) == fingerprint.of_source(source) and fingerprint.reads_globals(
-        forward, {"nn": nn} if "nn." in source else {}
-    )
-    return (forward, kind_of) if genuine else None
+_GLOBALS = {"F": F, "nn": nn}
+
+_known: dict[type, tuple[Any, _KindOf]] = {}
+"""Classes that were found genuine: the forward that makes them so, and which activation an instance is."""
+
+
+def _look_up(kind: type) -> tuple[Any, _KindOf] | None:
+    """What `_known` should say of a class; None for a stranger, or one whose forward somebody replaced."""
+    for module_name, table in (("torch.nn", _TORCH), ("transformers.activations", _TRANSFORMERS)):
+        if kind.__name__ in table and getattr(sys.modules.get(module_name), kind.__name__, None) is kind:
+            source, which = table[kind.__name__]
+            names = {name: value for name, value in _GLOBALS.items() if f"{name}." in source}
+            forward = fingerprint.genuine(vars(kind).get("forward"), source, names)
+            return None if forward is None else (forward, which)
+    return None
 
 
 def kind_of(act: Any) -> str | Reason:
@@ -70,9 +71,12 @@ def kind_of(act: Any) -> str | Reason:
     if act is F.silu:
         return "silu"
     kind = type(act)
-    known = _known(kind)  # type: ignore[arg-type]
+    known = _known.get(kind)
     if known is None:
-        return Reason.ACTIVATION
+        known = _look_up(kind)
+        if known is None:
+            return Reason.ACTIVATION
+        _known[kind] = known
     forward, which = known
     if kind.forward is not forward:
         return Reason.FOREIGN_FORWARD

@@ -34,8 +34,13 @@ def forward(self, x, **kwargs):
 """
 
 
-def _why_not_swish(module: nn.Module) -> Reason | None:
-    return None if module.__dict__.get("hidden_act") == "swish" else Reason.ACTIVATION
+def _why_not_stock(module: nn.Module) -> Reason | None:
+    state = module.__dict__
+    if state.get("hidden_act") != "swish":
+        return Reason.ACTIVATION
+    tail = type(state["_modules"].get("swiglu_linear"))
+    is_stock = (tail.__module__, tail.__qualname__) == ("fla.modules.mlp", "SwiGLULinear")
+    return None if is_stock or not state.get("fuse_swiglu") else Reason.STRUCTURE
 
 
 _LAYOUT = Layout(
@@ -46,7 +51,7 @@ _LAYOUT = Layout(
     pointwise=False,
     # A sub-module of its own, so that tensor parallelism can hook it.
     untouched=("swiglu_linear",),
-    why_not=_why_not_swish,
+    why_not=_why_not_stock,
 )
 
 

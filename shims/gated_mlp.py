@@ -89,11 +89,16 @@ def decide(layout: Layout, module: nn.Module, x: Any) -> Verdict:
     reason = guard.why_not_plain_call(x)
     if reason is not None:
         return _declined(reason)
+    if x.layout is not torch.strided or x.is_nested:
+        return _declined(Reason.STRIDES)
+    if x.dim() == 0:
+        return _declined(Reason.SHAPE)
     if x.numel() == 0:
         return _declined(Reason.ZERO_TOKENS)
     activation = read_activation(layout, module)
     if isinstance(activation, Reason):
-        return _declined(activation)
+        # ZeRO-3 hooks everything, and counts on each hook being called.
+        return _declined(Reason.ZERO3 if activation is Reason.HOOKS and guard.is_partitioned(module) else activation)
     tokens = x.numel() // x.shape[-1]
     weights = read_weights(layout, module)
     if isinstance(weights, Reason):
@@ -166,15 +171,20 @@ def warm(layout: Layout, module: nn.Module, tokens: int) -> Decision:
 
 def read_activation(layout: Layout, module: nn.Module) -> str | Reason:
     """Which activation `module` applies, or why that is not plainly one of ours."""
+    state = module.__dict__
     if not _reads_plainly(type(module), layout.children):  # type: ignore[arg-type]
         return Reason.STRUCTURE
+    children = state["_modules"]
+    for name in layout.children:
+        if name in state and (name != layout.act or name in children):  # would hide the sub-module
+            return Reason.STRUCTURE
     why_not = layout.why_not(module) if layout.why_not is not None else None
     if why_not is not None:
         return why_not
     if layout.act is None:
         return "silu"
-    act = module.__dict__["_modules"].get(layout.act)
-    return activations.kind_of(module.__dict__.get(layout.act) if act is None else act)
+    act = children.get(layout.act)
+    return activations.kind_of(state.get(layout.act) if act is None else act)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -220,7 +230,7 @@ def _why_not_weights(weights: Weights) -> Reason | None:
             return Reason.DTYPE
         if tensor.device != device:
             return Reason.DEVICE
-        if not tensor.is_contiguous():
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
             return Reason.STRIDES
     if gate.shape != ((2 * inner if up is None else inner), hidden) or (up is not None and up.shape != gate.shape):
         return guard.why_not_plain_linear_weight(gate)
@@ -231,16 +241,14 @@ def why_not_input(x: Tensor, weights: Weights) -> Reason | None:
     """Why the fused route can't read `x` beside these weights, if it can't."""
     gate = weights.gate
     if x.dtype is not gate.dtype:
-        return guard.why_autocast(x) or Reason.DTYPE
+        return guard.why_autocast(x, gate) or Reason.DTYPE
     if x.device != gate.device:
         return Reason.META if gate.device.type == "meta" else Reason.DEVICE
     if x.shape[-1:] != gate.shape[1:]:
         return Reason.SHAPE
     if not x.is_contiguous() and not _is_rows(x):
         return Reason.STRIDES
-    if x._backward_hooks:
-        return Reason.INPUT_HOOKS
-    return guard.why_autocast(x)
+    return guard.why_autocast(x, gate)
 
 
 def _is_rows(x: Tensor) -> bool:

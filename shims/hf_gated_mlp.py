@@ -102,8 +102,6 @@ def forward(self, x):
     Template(
         Layout("w1", "w3", "w2", None),
         """
-import torch.nn.functional as F  # where a name comes from decides how the interpreter calls it
-
 def forward(self, x):
     return self.w2(F.silu(self.w1(x)) * self.w3(x))
 """,

@@ -110,7 +110,7 @@ class Reason(Enum):
     )
     STRUCTURE = (
         "structure",
-        "a sub-module is missing, shadowed, or not what the class's forward expects",
+        "a sub-module is missing, hidden, or not what the class's forward expects",
         "nothing to do",
     )
     NOT_LINEAR = (
@@ -155,11 +155,6 @@ class Reason(Enum):
         "a sub-module carries forward or backward hooks, which the fused kernel would not fire",
         "remove the hooks, or leave it: the pointwise route fires those of the projections",
     )
-    INPUT_HOOKS = (
-        "input-hooks",
-        "the input tensor carries hooks of its own",
-        "hook another tensor, or leave it: the pointwise route serves it",
-    )
     PARAMETRISED = (
         "parametrised",
         "a projection is parametrised (`torch.nn.utils.parametrize`, weight or spectral norm)",
@@ -180,7 +175,11 @@ class Reason(Enum):
     DTYPE = ("dtype", "no kernel for this dtype, or the dtypes differ", "use bfloat16 or float16 throughout")
     DEVICE = ("device", "the input and the weights are on different devices", "move them to one device")
     SHAPE = ("shape", "the shapes do not fit a gated MLP", "nothing to do: the library raises the proper error")
-    STRIDES = ("strides", "the memory layout is not rows of unit stride", "pass a contiguous tensor")
+    STRIDES = (
+        "strides",
+        "the memory layout is not rows of unit stride (or is sparse, or nested)",
+        "pass a contiguous tensor",
+    )
     ALIGNMENT = (
         "alignment",
         "an address or a width is not aligned as the kernel needs it",

@@ -52,14 +52,27 @@ def _of_code(code: CodeType) -> Fingerprint:
     return (*signature, code.co_freevars, getattr(code, "co_exceptiontable", b""), body)
 
 
+# Calling `F.silu` compiles to one thing where F was imported and to another where it was assigned.
+_PRELUDE = "import torch.nn as nn\nimport torch.nn.functional as F\n"
+
+
 def of_source(source: str) -> Fingerprint:
-    """The fingerprint of the one function that `source` defines, compiled by the running interpreter."""
+    """The fingerprint of the one function that `source` defines, compiled by the running interpreter.
+
+    `nn` and `F` in it are names that were imported, as in the libraries.
+    """
     namespace: dict[str, Any] = {}
-    exec(compile(source, "<fusepatch template>", "exec"), namespace)
+    exec(compile(_PRELUDE + source, "<fusepatch template>", "exec"), namespace)
     (function,) = (value for value in namespace.values() if type(value) is FunctionType)
     found = of(function)
     assert found is not None
     return found
+
+
+def genuine(function: Any, source: str, globals_read: Mapping[str, Any]) -> Any:
+    """`function` where it computes what `source` says and its global names mean what they should, else None."""
+    is_same = of(function) == of_source(source) and reads_globals(function, globals_read)
+    return function if is_same else None
 
 
 def reads_globals(function: FunctionType, expected: Mapping[str, Any]) -> bool:

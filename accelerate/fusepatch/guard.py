@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
+from . import fingerprint
 from .decline import Reason
 
-_LINEAR_FORWARD = nn.Linear.forward
-"""`nn.Linear.forward` as torch ships it: fusepatch is imported before anything patches it, or declines."""
+_LINEAR_FORWARD = fingerprint.genuine(
+    nn.Linear.forward, "def forward(self, input):\n    return F.linear(input, self.weight, self.bias)", {"F": F}
+)
+"""`nn.Linear.forward` as torch ships it; None where something had replaced it before we came, and nothing is plain."""
 
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _dispatch_stack = torch._C._len_torch_dispatch_stack
@@ -60,14 +64,15 @@ def _why_not_tensor(x: Any) -> Reason:
     return Reason.TENSOR_SUBCLASS
 
 
-def why_autocast(x: Tensor) -> Reason | None:
-    """None where autocast is off for the device of `x` or would leave `x` as it is."""
+def why_autocast(x: Tensor, weight: Tensor) -> Reason | None:
+    """None where autocast is off for the device of `x`, or would leave both tensors as they are."""
     if not torch._C._is_any_autocast_enabled():
         return None
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not x.dtype:
-        return Reason.AUTOCAST
-    return None
+    if not torch.is_autocast_enabled(kind):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    return None if x.dtype is dtype and weight.dtype is dtype else Reason.AUTOCAST
 
 
 # ----------------------------------------------------------------------------------------------- the projections
@@ -88,12 +93,14 @@ def is_plain_linear(module: Any) -> bool:
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
+        or "weight" in state  # would hide the parameter
+        or "bias" in state
     ):
         return False
     parameters = state["_parameters"]
     if type(parameters.get("weight")) is not nn.Parameter or nn.Linear.forward is not _LINEAR_FORWARD:
         return False
-    bias = parameters.get("bias")
+    bias = parameters.get("bias", False)
     return (bias is None or type(bias) is nn.Parameter) and len(parameters) == 2
 
 
@@ -105,9 +112,11 @@ def why_not_plain_linear(module: Any) -> Reason:
     if of_class is not None:
         return of_class
     parameters = list(module.parameters(recurse=True))
+    if any(nn.parameter.is_lazy(p) for p in parameters):
+        return Reason.NOT_LINEAR
     if any(_is_quantised(p) for p in parameters):
         return Reason.QUANTISED
-    if any(hasattr(p, "ds_id") for p in parameters):
+    if is_partitioned(module):
         return Reason.ZERO3
     if isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")):
         return Reason.FSDP
@@ -128,6 +137,11 @@ def why_not_plain_linear(module: Any) -> Reason:
     if nn.Linear.forward is not _LINEAR_FORWARD:
         return Reason.FOREIGN_FORWARD
     return Reason.WEIGHT_NOT_PARAMETER
+
+
+def is_partitioned(module: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO-3 holds a parameter in `module`."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def why_not_plain_linear_weight(weight: Tensor) -> Reason:

@@ -192,6 +192,9 @@ def test_full_disk(script, steps, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     message = _main(script, monkeypatch, capsys)
     assert "0.5 GiB free" in message
     assert "3 GiB are needed" in message
+    monkeypatch.setattr(script, "has_gpu", lambda: True)
+    monkeypatch.setattr(script, "torch_of_caller", lambda: None)
+    assert "10 GiB are needed" in _main(script, monkeypatch, capsys)
     assert not steps
 
 
@@ -204,7 +207,7 @@ def test_no_venv(script, steps, monkeypatch, capsys: pytest.CaptureFixture[str],
 
 
 def test_failed_step_shows_the_end_of_the_log(script, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def make_venv() -> None:
+    def make_venv(shared: str | None) -> None:
         script._step("a step", sys.executable, "-c", "import sys; print('the cause'); sys.exit(3)")
 
     monkeypatch.setattr(script, "_make_venv", make_venv)
@@ -215,7 +218,7 @@ def test_failed_step_shows_the_end_of_the_log(script, monkeypatch, capsys: pytes
 
 
 def test_disk_that_fills_up_on_the_way(script, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def make_venv() -> None:
+    def make_venv(shared: str | None) -> None:
         script._step("a step", sys.executable, "-c", "import sys; sys.exit('[Errno 28] No space left on device')")
 
     monkeypatch.setattr(script, "_make_venv", make_venv)

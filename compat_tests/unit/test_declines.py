@@ -259,7 +259,6 @@ TRAINED = {
         Reason.WEIGHT_NOT_PARAMETER,
         on("down_proj", lambda linear: linear.register_parameter("scale", None)),
     ),
-    "function": (Reason.STRUCTURE, swap("up_proj", lambda old: lambda x: torch.sin(old(x)))),
     "strided-weight": (
         Reason.STRIDES,
         on("up_proj", with_weight(lambda weight: nn.Parameter(weight.t().contiguous().t()))),
@@ -615,14 +614,17 @@ def test_strides(x: Callable[[], Tensor]) -> None:
     check(run, POINTWISE, Reason.STRIDES)
 
 
-@provokes(Reason.INPUT_HOOKS)
-def test_input_hooks() -> None:
+def test_input_hooks_fire_once_and_may_change_the_gradient() -> None:
     def run() -> list[Tensor]:
         x = tokens()
-        x.register_hook(lambda dx: 2 * dx)
-        return train(tiny_llama_mlp(), x)
+        y = x * 1
+        fired: list[Tensor] = []
+        y.register_hook(lambda dy: fired.append(dy) or 2 * dy)
+        tiny_llama_mlp()(y).sum().backward()
+        assert len(fired) == 1
+        return [*fired, x.grad]
 
-    check(run, POINTWISE, Reason.INPUT_HOOKS)
+    check(run, FUSED, None)
 
 
 @provokes(Reason.STRIDES, Reason.TENSOR_SUBCLASS, Reason.DTYPE)
@@ -1115,14 +1117,13 @@ def test_a_model_with_gradient_checkpointing(use_reentrant: bool) -> None:
     check(run, FUSED, None, calls=4, tolerance=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------- known faults
+# ------------------------------------------------------------------------------------------------- found by trying hard
 
 
 def fault(what: str) -> pytest.MarkDecorator:
     return pytest.mark.xfail(strict=True, reason=what)
 
 
-@fault("guard.py and activations.py take what they find at the first accelerate() for the library's own")
 @pytest.mark.parametrize("owner", ["Linear", "SiLU"])
 def test_patched_between_import_and_accelerate(owner: str) -> None:
     program = f"""
@@ -1151,7 +1152,6 @@ def shadow(name: str, value: Callable[[nn.Module], Any]) -> MLPS:
     return change
 
 
-@fault("an attribute in a module's __dict__ shadows the sub-module or parameter of that name: not noticed")
 @pytest.mark.parametrize(
     "change",
     [
@@ -1167,7 +1167,6 @@ def test_shadowed(change: MLPS) -> None:
     assert relative_error(infer(changed(change)), stock) < 1e-6
 
 
-@fault("is_plain_linear counts two parameters, read_weights takes for granted that one is called bias")
 def test_no_bias_parameter() -> None:
     def change(linear: nn.Module) -> None:
         del linear.bias
@@ -1177,7 +1176,6 @@ def test_no_bias_parameter() -> None:
     check(lambda: infer(changed(on("gate_proj", change))), POINTWISE, Reason.WEIGHT_NOT_PARAMETER)
 
 
-@fault("decide() raises where the library's own code works, or raises something better")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "run",
@@ -1203,7 +1201,6 @@ def test_unusual_tensors(run: Callable[[nn.Module], Any]) -> None:
     assert outcomes[0] is outcomes[1]
 
 
-@fault("input-hooks: whether x is hooked may differ between a forward pass and its recomputation; nothing needs it")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_hooked_input_and_checkpointing(use_reentrant: bool) -> None:
     """Hooked before the reentrant forward (which recomputes on a detached x), and after the other one."""
@@ -1245,7 +1242,6 @@ def test_state_around_the_forward_alone(around: str) -> None:
     assert relative_error(run(), stock) < 1e-6
 
 
-@fault("the output of the fused route is a view made inside a Function: autograd refuses to write to it")
 def test_output_may_be_written_to() -> None:
     def run() -> list[Tensor]:
         x = tokens(2, 3, 64)
@@ -1258,7 +1254,6 @@ def test_output_may_be_written_to() -> None:
     check(run, FUSED, None)
 
 
-@fault("once_differentiable lets a second differentiation pass silently where the incoming gradient needs none itself")
 def test_gradient_penalty_raises_instead_of_being_wrong() -> None:
     fusepatch.accelerate()
     x = tokens()
@@ -1267,7 +1262,6 @@ def test_gradient_penalty_raises_instead_of_being_wrong() -> None:
         dx.square().sum().backward()
 
 
-@fault("why_autocast() looks at the input alone: x in autocast's dtype beside fp32 weights is told as `dtype`")
 def test_autocast_weights() -> None:
     def run() -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -1276,19 +1270,17 @@ def test_autocast_weights() -> None:
     check(run, POINTWISE, Reason.AUTOCAST, tolerance=1e-2)
 
 
-@fault("activations._known remembers for ever that a class was a stranger when it was first seen")
 def test_activation_is_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    activations._known.cache_clear()
+    activations._known.clear()
     try:
         with monkeypatch.context() as patched:
             patched.setattr(SiLUActivation, "forward", lambda self, x: torch.tanh(x))
             assert isinstance(activations.kind_of(SiLUActivation()), Reason)
         assert activations.kind_of(SiLUActivation()) == "silu"
     finally:
-        activations._known.cache_clear()
+        activations._known.clear()
 
 
-@fault("DeepSpeed hooks the activation too, which is asked first: `hooks`, and no pointwise route")
 @pytest.mark.slow
 def test_deepspeed_zero3() -> None:
     pytest.importorskip("deepspeed")

@@ -17,9 +17,7 @@ from pathlib import Path
 import fla.modules.mlp
 import pytest
 import torch
-from support import tiny_llama, tiny_llama_mlp
 from torch import nn
-from transformers.models.granitemoeshared import modeling_granitemoeshared
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3 import modeling_phi3
@@ -27,6 +25,7 @@ from transformers.models.phi3 import modeling_phi3
 import fusepatch
 from fusepatch import entry, importhook, patch, settings
 from fusepatch.decline import DeclinedError, Reason
+from support import tiny_llama, tiny_llama_mlp
 
 OTHER_ARGUMENTS = [
     ("gatd_mlp", ValueError),
@@ -257,7 +256,10 @@ class TestNothingInstalled:
 def test_one_library_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importhook, "is_installed", lambda library: library == "transformers")
     status = fusepatch.accelerate("gated_mlp")
-    assert [(target.state, target.reason) for target in status.targets] == [("patched", None), ("off", "missing-package")]
+    assert [(target.state, target.reason) for target in status.targets] == [
+        ("patched", None),
+        ("off", "missing-package"),
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------- failure
@@ -304,9 +306,15 @@ class TestFailureHalfWay:
         assert declines() == {"other-model": 1}
 
     # Found: the outcomes become "restored", the classes stay listed, and earlier counts are dropped.
-    def test_status_is_as_before(self, reference_backend: None, fails_at_the_third_class) -> None:
-        with fusepatch.accelerated(model=tiny_llama_mlp()):
-            pass
+    @pytest.mark.parametrize("first", [True, False])
+    def test_status_is_as_before(
+        self, monkeypatch: pytest.MonkeyPatch, reference_backend: None, fails_at_the_third_class, first: bool
+    ) -> None:
+        monkeypatch.setattr(entry, "_state", entry._State())
+        if not first:
+            mlp = tiny_llama_mlp()
+            with fusepatch.accelerated(model=mlp):
+                mlp(X)
         before = fusepatch.status().to_dict()
         with pytest.raises(fails_at_the_third_class, match="third"):
             fusepatch.accelerate()
@@ -503,6 +511,7 @@ def test_eight_threads_leave_a_consistent_state(reference_backend: None) -> None
 
 
 # ------------------------------------------------------------------------------------------------------ model=
+
 
 class TestModel:
     def test_only_its_classes_and_modules(self, reference_backend: None) -> None:

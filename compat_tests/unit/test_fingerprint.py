@@ -56,12 +56,13 @@ def forward(self, x):
     ),
 }
 
+ACT, UP = "self.act_fn(self.gate_proj(x))", "self.up_proj(x)"
 DIFFERENT = {
     "another attribute": ("self.up_proj(x)", "self.gate_proj(x)"),
     "another operator": (") * self", ") + self"),
     "in-place operator": ("    return down_proj", "    down_proj *= self.scale\n    return down_proj"),
     "a constant more": (" * self", " * 2 * self"),
-    "swapped operands": ("self.act_fn(self.gate_proj(x)) * self.up_proj(x)", "self.up_proj(x) * self.act_fn(self.gate_proj(x))"),
+    "swapped operands": (f"{ACT} * {UP}", f"{UP} * {ACT}"),
     "another argument": ("self.gate_proj(x)", "self.gate_proj(self)"),
     "a keyword": ("self.up_proj(x)", "self.up_proj(x=x)"),
     "a default argument more": ("(self, x)", "(self, x, scale=1.0)"),
@@ -73,9 +74,9 @@ DIFFERENT = {
     "a coroutine": ("def forward", "async def forward"),
     "nothing returned": ("return down_proj", "return"),
     "a branch": ("    return down_proj", "    if self.training:\n        return x\n    return down_proj"),
-    "an exception handler": ("    return down_proj", "    try:\n        return down_proj\n    except Exception:\n        return x"),
+    "an exception handler": ("    return down_proj", "    try:\n        return down_proj\n    finally:\n        x"),
     "a global for an attribute": ("self.act_fn", "act_fn"),
-}  # fmt: skip
+}
 
 
 def function_of(source: str) -> FunctionType:

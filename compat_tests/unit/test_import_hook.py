@@ -11,6 +11,7 @@ import textwrap
 import threading
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
@@ -83,7 +84,7 @@ def test_model_imported_later_is_patched(write, reference_backend: None) -> None
     assert "fusepatch" not in kind.forward.__code__.co_filename
 
 
-@pytest.mark.parametrize("style", ["import", "from", "importlib", "lazily from the package"])
+@pytest.mark.parametrize("style", ["import", "from", "importlib", "__import__"])
 def test_every_way_to_import(write, style: str) -> None:
     write(SOURCE)
     fusepatch.accelerate()
@@ -93,7 +94,7 @@ def test_every_way_to_import(write, style: str) -> None:
             "import": f"import {FAKE} as fake; FakeMLP = fake.FakeMLP",
             "from": f"from {FAKE} import FakeMLP",
             "importlib": f"import importlib; FakeMLP = importlib.import_module({FAKE!r}).FakeMLP",
-            "lazily from the package": f"import importlib; FakeMLP = importlib.__import__({FAKE!r}, fromlist=['x']).FakeMLP",
+            "__import__": f"FakeMLP = __import__({FAKE!r}, fromlist=['FakeMLP']).FakeMLP",
         }[style],
         namespace,
     )
@@ -240,6 +241,26 @@ def test_beside_old_finders(write) -> None:
         sys.meta_path.remove(old)
 
 
+# Found: while one module is looked for, no other is watched.
+def test_beside_a_finder_that_imports(write) -> None:
+    for name in ("modeling_fakemodel", "modeling_fakemodel_base"):
+        write(SOURCE, name)
+
+    class Importing(MetaPathFinder):
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == FAKE:
+                importlib.import_module(FAKE + "_base")
+
+    sys.meta_path.insert(0, Importing)
+    try:
+        fusepatch.accelerate()
+        assert is_patched(importlib.import_module(FAKE).FakeMLP)
+        assert is_patched(sys.modules[FAKE + "_base"].FakeMLP)
+    finally:
+        sys.meta_path.remove(Importing)
+
+
 def test_found_but_not_imported(write) -> None:
     write(SOURCE)
     fusepatch.accelerate()
@@ -297,7 +318,7 @@ def importing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], type[nn.Module]]:
         go_on.set()
         thread.join(10)
         assert not thread.is_alive()
-        return sys.modules[FAKE].FakeMLP
+        return getattr(sys.modules.get(FAKE), "FakeMLP", None)
 
     return finish
 
@@ -306,13 +327,25 @@ def importing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], type[nn.Module]]:
 def test_accelerate_while_another_thread_imports(write, monkeypatch: pytest.MonkeyPatch) -> None:
     write(SLOW)
     finish = importing(monkeypatch)
-    accelerating = threading.Thread(target=fusepatch.accelerate)
-    accelerating.start()
-    accelerating.join(0.2)
-    kind = finish()
-    accelerating.join(10)
-    assert not accelerating.is_alive()
+    with ThreadPoolExecutor(1) as pool:
+        accelerating = pool.submit(fusepatch.accelerate)
+        wait([accelerating], 0.2)
+        kind = finish()
+        accelerating.result(10)
     assert is_patched(kind)
+
+
+# Found: what the broken file raises leaves accelerate(), after everything was applied.
+def test_accelerate_while_another_thread_fails_to_import(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(SLOW + "\nraise ZeroDivisionError('broken file')\n")
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    finish = importing(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        accelerating = pool.submit(fusepatch.accelerate)
+        wait([accelerating], 0.2)
+        finish()
+        accelerating.result(10)
+    assert FAKE not in sys.modules
 
 
 def test_restore_while_another_thread_imports(write, monkeypatch: pytest.MonkeyPatch) -> None:

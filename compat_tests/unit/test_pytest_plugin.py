@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-LIBRARY = '''
+LIBRARY = """
 from torch import nn
 
 class TinyMLP(nn.Module):
@@ -26,7 +27,7 @@ class TinyMLP(nn.Module):
 class OtherMLP(TinyMLP):
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=1) * self.up_proj(x))
-'''
+"""
 
 TESTS = """
 import sys
@@ -52,7 +53,141 @@ def test_untouched():
     assert "fusepatch.entry" not in sys.modules
 """
 
-NATIVE = {"FUSEPATCH_GATED_MLP_BACKEND": "reference"}
+# Every run below is a process of its own, forked off one that has imported torch and nothing else of interest.
+DRIVER = """
+import json, os, runpy, sys, traceback
+import torch
+
+results = []
+for arguments, environ in json.load(sys.stdin):
+    read, write = os.pipe()
+    if not os.fork():
+        for stream in (1, 2):
+            os.dup2(write, stream)
+        os.closerange(3, 64)
+        os.environ.update(environ)
+        sys.argv = ["pytest", "-p", "no:cacheprovider", *arguments]
+        try:
+            runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+        except SystemExit as done:
+            sys.stdout.flush()
+            os._exit(done.code)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(99)
+    os.close(write)
+    with open(read) as output:
+        text = output.read()
+    results.append([os.waitstatus_to_exitcode(os.wait()[1]), text])
+print(json.dumps(results))
+"""
+
+NATIVE = (("FUSEPATCH_GATED_MLP_BACKEND", "reference"),)
+ON = ("-p", "fusepatch.pytest_plugin", "--fusepatch")
+REQUIRED = (*ON, "--fusepatch-require-native")
+FAILED = "fusepatch: FAILED, no call ran natively"
+OFF = "off (env-disabled)"
+NO_CALL = "fusepatch: 0 native calls; no call of a patched class"
+
+
+def named(*tests: str) -> tuple[str, ...]:
+    return tuple(f"test_project.py::test_{name}" for name in tests)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What pytest is run with, the exit code, and the lines in which the plugin speaks."""
+
+    arguments: tuple[str, ...]
+    code: int
+    lines: tuple[str, ...] = ()
+    environ: tuple[tuple[str, str], ...] = NATIVE
+    says: str = ""
+    """What else is in the output."""
+
+
+CASES = {
+    "without the option nothing happens": Case(
+        ("-p", "fusepatch.pytest_plugin", *named("once", "untouched")), 0, says="2 passed"
+    ),
+    "counts, and the exit code of a failing test": Case(
+        (*REQUIRED, *named("once", "twice", "other_class", "no_tokens", "failing", "patched_at_collection")),
+        1,
+        ("fusepatch: 7 native calls; fused 7, original 1; declined: zero-tokens 1",),
+        says="1 failed, 5 passed",
+    ),
+    "a class that no shim serves is not counted": Case((*ON, *named("other_class")), 0, (NO_CALL,)),
+    # `each` runs all tests in both workers; in the second case only one worker has a native call.
+    "the workers of xdist are added up": Case(
+        ("-n", "2", "--dist", "each", *REQUIRED, *named("once", "twice", "no_tokens")),
+        0,
+        ("fusepatch: 6 native calls; fused 6, original 2; declined: zero-tokens 2",),
+        says="6 passed",
+    ),
+    "a worker without native calls fails nobody": Case(
+        ("-n", "2", "--dist", "loadscope", *REQUIRED, *named("once", "no_tokens"), "test_other.py"),
+        0,
+        ("fusepatch: 1 native calls; fused 1, original 2; declined: zero-tokens 2",),
+        says="3 passed",
+    ),
+    "xdist, a worker crashed, and the rest ran nothing natively": Case(
+        ("-n", "1", *REQUIRED, *named("crash", "twice")),
+        1,
+        (FAILED, "fusepatch: 0 native calls; original 2; declined: cpu 2; not counted: 1 crashed workers"),
+        environ=(),
+        says="1 failed, 1 passed",
+    ),
+    "required native calls that did not come fail the session": Case(
+        (*REQUIRED, *named("twice")),
+        1,
+        (FAILED, "fusepatch: 0 native calls; original 2; declined: cpu 2"),
+        environ=(),
+        says="1 passed",
+    ),
+    "no native calls are no failure unless required": Case(
+        (*ON, *named("twice")), 0, ("fusepatch: 0 native calls; original 2; declined: cpu 2",), environ=()
+    ),
+    "no tests collected": Case((*ON, "-k", "nothing_of_that_name"), 5, (NO_CALL,)),
+    "no tests collected, native calls required": Case(
+        (*REQUIRED, "-k", "nothing_of_that_name"), 1, (FAILED, NO_CALL)
+    ),
+    "an interrupted session keeps its exit code": Case(
+        (*REQUIRED, "no_such_file.py"), 4, (FAILED, NO_CALL), says="file or directory not found"
+    ),
+    "collecting only requires nothing": Case((*REQUIRED, "--collect-only", *named("once")), 0, (NO_CALL,)),
+    "an op that is turned off is named": Case(
+        (*ON, *named("once")),
+        0,
+        (f"fusepatch: 0 native calls; gated_mlp/transformers is {OFF}, gated_mlp/fla is {OFF}",),
+        environ=(("FUSEPATCH", "0"),),
+    ),
+    # Elsewhere strict mode raises at the end; here the session fails, in words.
+    "strict mode and a named op require native calls": Case(
+        (*ON, "--fusepatch-ops", "gated_mlp", *named("other_class")),
+        1,
+        (FAILED, NO_CALL),
+        environ=(("FUSEPATCH_STRICT", "1"),),
+    ),
+    "require-native alone": Case(
+        ("-p", "fusepatch.pytest_plugin", "--fusepatch-require-native"),
+        4,
+        ("ERROR: --fusepatch-require-native: only together with --fusepatch",),
+    ),
+    "ops alone": Case(
+        ("-p", "fusepatch.pytest_plugin", "--fusepatch-ops", "gated_mlp"),
+        4,
+        ("ERROR: --fusepatch-ops: only together with --fusepatch",),
+    ),
+    "an unknown op": Case(
+        (*ON, "--fusepatch-ops", "gated_mlp,nope"), 4, ("ERROR: --fusepatch: unknown op 'nope'. Ops: gated_mlp.",)
+    ),
+    "a value that a variable does not take": Case(
+        (*ON, *named("once")),
+        4,
+        ("ERROR: --fusepatch: FUSEPATCH_LOG='loud' is not valid: it takes off, warning, info, debug.",),
+        environ=(("FUSEPATCH_LOG", "loud"),),
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,123 +199,37 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "__init__.py").touch()
     (package / "modeling_tiny.py").write_text(LIBRARY)
     (root / "test_project.py").write_text(TESTS)
+    (root / "test_other.py").write_text("from test_project import test_no_tokens\n")
     (root / "pytest.ini").write_text("[pytest]\n")
     return root
 
 
-def run(
-    project: Path, *arguments: str, environ: dict[str, str] | None = None, code: str | None = None
-) -> subprocess.CompletedProcess[str]:
+def run_python(project: Path, *arguments: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     dropped = ("FUSEPATCH", "PYTEST", "PYTHON", "COV")
-    clean = {name: text for name, text in os.environ.items() if not name.startswith(dropped)}
-    clean |= {"PYTHONPATH": str(project / "library"), "OMP_NUM_THREADS": "1", **(environ or {})}
-    command = ["-c", code] if code is not None else ["-m", "pytest"]
-    given = [] if code is not None else ["-p", "fusepatch.pytest_plugin", "-p", "no:cacheprovider"]
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(dropped)}
+    kept |= {"PYTHONPATH": str(project / "library"), "OMP_NUM_THREADS": "1", **environ}
     return subprocess.run(
-        [sys.executable, *command, *given, *arguments], cwd=project, env=clean, capture_output=True, text=True
+        [sys.executable, *arguments], cwd=project, env=kept, input=stdin, capture_output=True, text=True, timeout=240
     )
 
 
-def named(*tests: str) -> list[str]:
-    return [f"test_project.py::test_{name}" for name in tests]
+@pytest.fixture(scope="module")
+def results(project: Path) -> dict[str, tuple[int, str]]:
+    """Exit code and output of each case."""
+    cases = json.dumps([(case.arguments, dict(case.environ)) for case in CASES.values()])
+    done = run_python(project, "-c", DRIVER, stdin=cases)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: (code, text) for name, (code, text) in zip(CASES, found, strict=True)}
 
 
-def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Every line of the plugin's, on either stream."""
-    assert "INTERNALERROR" not in done.stdout + done.stderr, done.stdout + done.stderr
-    return [line for line in (done.stdout + done.stderr).splitlines() if "fusepatch" in line]
-
-
-def check(done: subprocess.CompletedProcess[str], code: int, expected: Sequence[str]) -> None:
-    assert (done.returncode, lines(done)) == (code, list(expected)), done.stdout + done.stderr
-
-
-def test_without_the_option_nothing_happens(project: Path) -> None:
-    check(run(project, *named("once", "untouched"), environ=NATIVE), 0, [])
-
-
-def test_counts_and_the_exit_code_of_a_failing_test(project: Path) -> None:
-    tests = named("once", "twice", "other_class", "no_tokens", "failing", "patched_at_collection")
-    done = run(project, "--fusepatch", "--fusepatch-require-native", *tests, environ=NATIVE)
-    check(done, 1, ["fusepatch: 7 native calls; fused 7, original 1; declined: zero-tokens 1"])
-    assert "1 failed, 5 passed" in done.stdout
-
-
-def test_a_class_that_no_shim_serves_is_not_counted(project: Path) -> None:
-    done = run(project, "--fusepatch", *named("other_class"), environ=NATIVE)
-    check(done, 0, ["fusepatch: 0 native calls; no call of a patched class"])
-
-
-def test_workers_of_xdist_are_added_up(project: Path) -> None:
-    """`once` and `twice` run in different workers; that one worker ran nothing natively fails nobody."""
-    tests = named("once", "twice", "no_tokens")
-    arguments = ("-n", "2", "--dist", "each", "--fusepatch", "--fusepatch-require-native")
-    done = run(project, *arguments, *tests, environ=NATIVE)
-    check(done, 0, ["fusepatch: 6 native calls; fused 6, original 2; declined: zero-tokens 2"])
-
-
-def test_a_worker_that_crashed_is_said_to_be_missing(project: Path) -> None:
-    done = run(
-        project, "-n", "1", "--fusepatch", "--fusepatch-require-native", *named("crash", "once"), environ=NATIVE
-    )
-    check(done, 1, ["fusepatch: 1 native calls; fused 1; not counted: 1 crashed workers"])
-
-
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "xdist"])
-def test_required_native_calls_that_did_not_come_fail_the_session(project: Path, workers: list[str]) -> None:
-    done = run(project, *workers, "--fusepatch", "--fusepatch-require-native", *named("twice"))
-    line = "fusepatch: 0 native calls; original 2; declined: cpu 2"
-    check(done, 1, ["fusepatch: FAILED, no call ran natively", line])
-    assert "1 passed" in done.stdout
-
-
-def test_no_native_calls_are_no_failure_unless_required(project: Path) -> None:
-    check(
-        run(project, "--fusepatch", *named("twice")), 0, ["fusepatch: 0 native calls; original 2; declined: cpu 2"]
-    )
-
-
-@pytest.mark.parametrize(("required", "code"), [([], 5), (["--fusepatch-require-native"], 1)])
-def test_no_tests_collected(project: Path, required: list[str], code: int) -> None:
-    done = run(project, "--fusepatch", *required, "-k", "nothing_of_that_name", environ=NATIVE)
-    failed = ["fusepatch: FAILED, no call ran natively"] if required else []
-    check(done, code, [*failed, "fusepatch: 0 native calls; no call of a patched class"])
-
-
-def test_collect_only_requires_nothing(project: Path) -> None:
-    done = run(project, "--fusepatch", "--fusepatch-require-native", "--collect-only", *named("once"))
-    check(done, 0, ["fusepatch: 0 native calls; no call of a patched class"])
-
-
-def test_an_op_turned_off_by_the_environment_is_named(project: Path) -> None:
-    done = run(project, "--fusepatch", *named("once"), environ={**NATIVE, "FUSEPATCH": "0"})
-    assert done.returncode == 0
-    assert lines(done)[-1].startswith("fusepatch: 0 native calls; gated_mlp/transformers is off (env-disabled)")
-
-
-def test_strict_mode_and_a_named_op_require_native_calls(project: Path) -> None:
-    """Outside pytest strict mode raises at the end; here the session fails, in words and not by a traceback."""
-    done = run(
-        project, "--fusepatch", "--fusepatch-ops", "gated_mlp", *named("other_class"), environ={"FUSEPATCH_STRICT": "1"}
-    )
-    expected = ["fusepatch: FAILED, no call ran natively", "fusepatch: 0 native calls; no call of a patched class"]
-    check(done, 1, expected)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environ", "message"),
-    [
-        (["--fusepatch-require-native"], {}, "ERROR: --fusepatch-require-native: only together with --fusepatch"),
-        (["--fusepatch-ops", "gated_mlp"], {}, "ERROR: --fusepatch-ops: only together with --fusepatch"),
-        (["--fusepatch", "--fusepatch-ops", "nope"], {}, "ERROR: --fusepatch: unknown op 'nope'. Ops: gated_mlp."),
-        (["--fusepatch"], {"FUSEPATCH_LOG": "loud"}, "ERROR: --fusepatch: FUSEPATCH_LOG='loud' is not valid"),
-    ],
-)
-def test_wrong_usage(project: Path, arguments: list[str], environ: dict[str, str], message: str) -> None:
-    done = run(project, *arguments, environ=environ)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_of_pytest(results: dict[str, tuple[int, str]], name: str) -> None:
+    case, (code, output) = CASES[name], results[name]
+    lines = [line for line in output.splitlines() if "fusepatch" in line]
+    assert (code, lines) == (case.code, list(case.lines)), output
+    assert case.says in output
+    assert "Traceback" not in output
 
 
 IN_PROCESS = """
@@ -189,26 +238,28 @@ import pytest
 import fusepatch
 from transformers.models.tiny.modeling_tiny import TinyMLP
 
-if "accelerated" in sys.argv:
-    fusepatch.accelerate()
-before = vars(TinyMLP)["forward"], list(sys.meta_path)
-arguments = ["-p", "no:cacheprovider", "-p", "fusepatch.pytest_plugin", "--fusepatch", "test_project.py::test_once"]
-assert pytest.main(arguments) == 0
-after = vars(TinyMLP)["forward"], [finder for finder in sys.meta_path if "_pytest" not in type(finder).__module__]
-assert after == before, (before, after)
-print("patched" if hasattr(after[0], "__fusepatch__") else "restored")
+def state():
+    finders = [finder if isinstance(finder, type) else type(finder) for finder in sys.meta_path]
+    return vars(TinyMLP)["forward"], [kind for kind in finders if "_pytest" not in kind.__module__]
+
+for accelerated in (False, True):
+    if accelerated:
+        fusepatch.accelerate()
+    before = state()
+    assert hasattr(before[0], "__fusepatch__") is accelerated
+    arguments = ["-p", "no:cacheprovider", "-p", "fusepatch.pytest_plugin", "--fusepatch", "test_project.py::test_once"]
+    assert pytest.main(arguments) == 0
+    assert state() == before
 """
 
 
-@pytest.mark.parametrize(("word", "state"), [("plain", "restored"), ("accelerated", "patched")])
-def test_pytest_main_leaves_the_process_as_it_was(project: Path, word: str, state: str) -> None:
-    done = run(project, word, code=IN_PROCESS, environ={**NATIVE, "FUSEPATCH_LOG": "off"})
+def test_pytest_main_leaves_the_process_as_it_was(project: Path) -> None:
+    done = run_python(project, "-c", IN_PROCESS, FUSEPATCH_LOG="off", **dict(NATIVE))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == state
-    assert "fusepatch: 1 native calls; fused 1" in done.stdout
+    assert done.stdout.count("fusepatch: 1 native calls; fused 1\n") == 2
 
 
-def test_the_real_library(tmp_path: Path) -> None:
+def test_the_real_library_by_the_real_command(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "conftest.py").write_text("from transformers.models.llama.modeling_llama import LlamaMLP\n")
     (tmp_path / "test_llama.py").write_text(
@@ -219,4 +270,7 @@ def test_the_real_library(tmp_path: Path) -> None:
         "    x = torch.ones(1, 2, 8)\n"
         "    assert LlamaMLP(LlamaConfig(hidden_size=8, intermediate_size=12))(x).shape == x.shape\n"
     )
-    check(run(tmp_path, "--fusepatch", environ=NATIVE), 0, ["fusepatch: 1 native calls; fused 1"])
+    done = run_python(tmp_path, "-m", "pytest", *REQUIRED, **dict(NATIVE))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nfusepatch: 1 native calls; fused 1\n" in done.stdout
+    assert "fusepatch" not in done.stderr

@@ -11,13 +11,13 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from fla.modules.mlp import GatedMLP
-from support import tiny_llama, tiny_llama_mlp
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fusepatch
 from fusepatch import settings, table
 from fusepatch.decline import Reason
+from support import tiny_llama, tiny_llama_mlp
 
 X = torch.linspace(-1, 1, 3 * 64).reshape(3, 64)
 TOKENS = torch.arange(5)[None]
@@ -52,7 +52,7 @@ def rows(model: nn.Module, **kwargs: object) -> list[tuple[str, str | None, bool
     return [(row.route, row.reason, row.patched) for row in fusepatch.explain(model, **kwargs).modules]
 
 
-def llama_target() -> fusepatch.report.TargetStatus:
+def hf_target() -> fusepatch.report.TargetStatus:
     return next(target for target in fusepatch.status().targets if target.library == "transformers")
 
 
@@ -169,17 +169,14 @@ class TestExplain:
         if on:
             fusepatch.accelerate()
         explanation = fusepatch.explain(model)
-        assert [(row.class_name.rpartition(".")[2], row.route, row.reason, row.patched) for row in explanation.modules] == [
-            (kind, "fused", None, on)
-        ] * 2
-        assert [name for name, module in model.named_modules() if type(module).__name__ == kind] == [
-            row.name for row in explanation.modules
+        assert [(row.name, row.route, row.reason, row.patched) for row in explanation.modules] == [
+            (name, "fused", None, on) for name, module in model.named_modules() if type(module).__name__ == kind
         ]
+        assert len(explanation.modules) == 2
         fusepatch.accelerate()
         with torch.no_grad():
             model(TOKENS)
-        assert {key: n for key, n in llama_target().total("calls").items()} == {"fused": 2}
-        assert "*" in str(explanation) and "2" in str(explanation)
+        assert hf_target().total("calls") == {"fused": 2}
 
     @pytest.mark.parametrize(
         ("model", "kind", "config"),

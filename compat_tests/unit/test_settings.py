@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import tiny_llama_mlp
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fusepatch
 from fusepatch import settings
 from fusepatch.decline import Route
 from fusepatch.settings import TABLE, SettingsError
+from support import tiny_llama_mlp
 
 CHOICES = [
     (variable.name, text)
@@ -146,7 +146,11 @@ class TestCacheDir:
 
 @pytest.mark.parametrize(
     "call",
-    [lambda model: fusepatch.accelerate(model=model), lambda model: fusepatch.accelerated(model=model).__enter__(), fusepatch.explain],
+    [
+        lambda model: fusepatch.accelerate(model=model),
+        lambda model: fusepatch.accelerated(model=model).__enter__(),
+        fusepatch.explain,
+    ],
     ids=["accelerate", "accelerated", "explain"],
 )
 def test_bad_environment_raises_and_changes_nothing(monkeypatch: pytest.MonkeyPatch, call) -> None:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from fla.modules.mlp import GatedMLP
-from support import tiny_llama, tiny_llama_mlp
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fusepatch
 from fusepatch import patch
+from support import tiny_llama, tiny_llama_mlp
 
 MODELS = ("llama", "qwen3", "gemma3", "phi3", "lfm2", "recurrent_gemma", "llama4", "granitemoeshared")
 MODULES = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in MODELS]
@@ -280,6 +280,17 @@ def test_replaced_for_good(reference_backend: None, monkeypatch: pytest.MonkeyPa
         assert LlamaMLP.forward is theirs
     finally:
         LlamaMLP.forward = STOCK_FORWARD
+
+
+# Found: patch.apply() overwrites whatever is there now when _return_to() puts back what the block had turned off.
+def test_theirs_inside_a_block_that_turned_ours_off(monkeypatch: pytest.MonkeyPatch, other: OtherLibrary) -> None:
+    fusepatch.accelerate()
+    monkeypatch.setenv("FUSEPATCH", "0")
+    with fusepatch.accelerated():
+        other.on()
+    assert LlamaMLP.forward is other.forward
+    fusepatch.restore()
+    assert LlamaMLP.forward is other.forward
 
 
 # Found: _forget_counts() reads vars(owner)["forward"], which another library may have deleted.

@@ -4,8 +4,8 @@
     out = (act(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd          act in silu, gelu (erf), gelu_tanh
 
 Only what the wanted gradients need is saved: at most x and [gate | up], 2*M*I elements. Nothing that was saved, and no
-incoming gradient, is ever written to, so a second backward pass with `retain_graph=True` is right. Each backward is
-`once_differentiable`: a gradient of a gradient raises.
+incoming gradient, is ever written to, so a second backward pass with `retain_graph=True` is right. A gradient of a
+gradient raises.
 
 Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the gate in the first I columns.
 """
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...decline import Route
+from ..autograd import differentiable_once
 from .choose import ACTIVATIONS, Backend, Problem, for_op, load
 
 # ---------------------------------------------------------------------------------------------------- public ops
@@ -111,7 +111,7 @@ def run_gated_mlp(
         result: Tensor = _GatedMLP.apply(call, *tensors)  # type: ignore[no-untyped-call]
         return result
     h_MI, _ = call.forward(_rows(x), gate_weight, up_weight, gate_bias, up_bias, want_gate_up=False)
-    return F.linear(h_MI, down_weight, down_bias).view(*x.shape[:-1], down_weight.shape[0])
+    return _project_down(h_MI, x, down_weight, down_bias)
 
 
 def run_act_mul(backend: Backend | None, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
@@ -196,10 +196,10 @@ class _GatedMLP(Function):
             gate_up_M2I,
             h_MI if need_down and not past_gate_up and not recompute else None,
         )
-        return F.linear(h_MI, down_weight, down_bias).view(*x.shape[:-1], down_weight.shape[0])
+        return _project_down(h_MI, x, down_weight, down_bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = ctx.needs_input_grad[1:]
@@ -253,7 +253,7 @@ class _ActMul(Function):
         return product
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dh: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
         _, _, need_gate, need_up = ctx.needs_input_grad
         gate, up = ctx.saved_tensors
@@ -276,6 +276,11 @@ def _halves(gate: Any, up: Tensor | None) -> tuple[Tensor, Tensor]:
         return gate, up
     inner = gate.shape[-1] // 2
     return gate[..., :inner], gate[..., inner:]
+
+
+def _project_down(h_MI: Tensor, x: Tensor, down_weight: Tensor, down_bias: Tensor | None) -> Tensor:
+    """`h Wd^T + bd` in the shape of `x`; not as a view, which autograd would refuse to let the caller write to."""
+    return F.linear(h_MI.view(*x.shape[:-1], h_MI.shape[-1]), down_weight, down_bias)
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -90,7 +90,12 @@ def act_mul(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`act(gate) * up`, any equal shapes with unit inner stride; the result is contiguous."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _launch(_forward_kernel, (gate, up), (out,), activation)
-    _forward_ran.add(_size(gate, activation))
+    size = (gate.dtype, activation, gate.shape[:-1].numel())
+    if size not in _compiled:
+        # Tensors of the same shapes and strides stand in for the gradients.
+        flags = {"WANT_GATE": True, "WANT_UP": True}
+        _launch(_backward_kernel, (out, gate, up), (gate, up), activation, compile_only=True, **flags)
+        _compiled.add(size)
     return out
 
 
@@ -103,34 +108,34 @@ def act_mul_backward(
     outputs = (some if d_gate is None else d_gate, some if d_up is None else d_up)  # the one not wanted is not touched
     flags = {"WANT_GATE": d_gate is not None, "WANT_UP": d_up is not None}
     _launch(_backward_kernel, (dh, gate, up), outputs, activation, **flags)
-    _backward_ran.add(_size(gate, activation))
 
 
-_forward_ran: set[tuple[torch.dtype, str, int]] = set()
-_backward_ran: set[tuple[torch.dtype, str, int]] = set()
-
-
-def _size(gate: Tensor, activation: str) -> tuple[torch.dtype, str, int]:
-    return gate.dtype, activation, gate.shape[:-1].numel()
+_compiled: set[tuple[torch.dtype, str, int]] = set()
 
 
 def is_compiled(dtype: torch.dtype, activation: str, tokens: int) -> bool:
-    """Whether both passes (without gradients: the forward) ran at this size, so that a launch compiles nothing.
+    """Whether both passes are compiled for this size, so that CUDA-graph capture may launch them.
 
-    Asked under CUDA-graph capture only. Triton compiles anew for other dtypes, and for sizes and strides that are or
-    are not multiples of 16.
+    The first forward pass at a size compiles its backward too: were that left to the first backward pass, a pass
+    without gradients and its recomputation under checkpointing could be told different things.
     """
-    size = (dtype, activation, tokens)
-    return size in _forward_ran and (size in _backward_ran or not torch.is_grad_enabled())
+    return (dtype, activation, tokens) in _compiled
 
 
 def _launch(
-    kernel: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], activation: str, **flags: bool
+    kernel: Any,
+    inputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+    activation: str,
+    *,
+    compile_only: bool = False,
+    **flags: bool,
 ) -> None:
     inputs = tuple(t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in inputs)
     geometry = _geometry(*inputs, *outputs)
     if geometry is None:
         inputs = tuple(t.contiguous() for t in inputs)
+        outputs = inputs[-len(outputs) :] if compile_only else outputs
         geometry = _geometry(*inputs, *outputs)
         assert geometry is not None  # our own outputs are contiguous, or halves of what is
     (outer, rows, width), strides = geometry
@@ -141,10 +146,12 @@ def _launch(
     # Triton launches on the current device, and entering a context costs 3 us. The interpreter runs on a CPU.
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-        kernel[(programs,)](
-            *inputs, *outputs, rows, width, *strides,
-            activation=_ACTIVATION[activation], BLOCK=_BLOCK, num_warps=_WARPS, **flags,
-        )  # fmt: skip
+        arguments = (*inputs, *outputs, rows, width, *strides)
+        options = {"activation": _ACTIVATION[activation], "BLOCK": _BLOCK, "num_warps": _WARPS, **flags}
+        if not compile_only:
+            kernel[(programs,)](*arguments, **options)
+        elif device.type == "cuda":
+            kernel.run(*arguments, grid=(programs,), warmup=True, **options)._init_handles()
 
 
 def _geometry(*tensors: Tensor) -> tuple[tuple[int, int, int], list[int]] | None:

@@ -1,0 +1,1 @@
+"""The benchmarks: `python -m benchmarks --help`, from a checkout."""
