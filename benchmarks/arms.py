@@ -368,7 +368,13 @@ ARMS: tuple[Arm, ...] = (
         devices=("cpu", "cuda"),
         layouts=("separate", "packed"),
     ),
-    Arm("compile", "torch.compile of that module, default mode", _compile, layouts=("separate", "packed")),
+    Arm(
+        "compile",
+        "torch.compile of that module, default mode",
+        _compile,
+        layouts=("separate", "packed"),
+        compiles=True,
+    ),
     Arm("fla", "FLA's GatedMLP, unpatched", _fla, packages=("fla",), activations=("silu",)),
     Arm(
         "liger",

@@ -93,7 +93,11 @@ def _alone() -> Iterator[None]:
         yield
         return
     with open(HOME / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another `make` is setting up {HOME.relative_to(ROOT)}; waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -116,6 +116,8 @@ def restore(ops: str | Sequence[str] | None = None) -> None:
     with _state.lock:
         never_ran = _never_ran(names) if _state.strict else []
         _state.restores += 1
+        if not any(reason is None for name, reason in _state.outcomes.items() if name.partition("/")[0] not in names):
+            ledger.end_first_step()
         _undo([found for found in _state.patches.values() if found.op in names])
         for target in catalogue.TARGETS:
             if target.op in names:
@@ -125,7 +127,6 @@ def restore(ops: str | Sequence[str] | None = None) -> None:
         _state.named -= set(names)
         _watch_imports()
         if not _is_on():
-            ledger.end_first_step()
             settings.install(None)
             _state.strict = False
     if never_ran:
@@ -198,14 +199,13 @@ def live_modules(model: nn.Module) -> list[tuple[Target, nn.Module, type[nn.Modu
 def settings_in_force() -> Iterator[settings.Settings]:
     """The settings that decisions see now: those of `accelerate()`, or the environment's where it is not on."""
     with _state.lock:
-        on = _is_on()
-        if not on:
+        before = settings.installed()
+        if not _is_on():
             settings.install(settings.read())
         try:
             yield settings.current()
         finally:
-            if not on:
-                settings.install(None)
+            settings.install(before)
 
 
 def _shift_disabled(step: int) -> None:
@@ -263,6 +263,8 @@ def _apply(plans: list[_Plan], new_settings: settings.Settings, strict: bool, na
     """Applies every plan; where one fails half-way, those before it are undone and the error goes on."""
     before = _snapshot()
     try:
+        if not _was_on(before):
+            _state.outcomes = {}
         settings.install(new_settings)
         logs.configure(new_settings.log)
         _state.strict = strict
@@ -285,14 +287,14 @@ def _apply(plans: list[_Plan], new_settings: settings.Settings, strict: bool, na
                 _state.outcomes[plan.target.name] = Reason.ENV_DISABLED
         _watch_imports()
         if _is_on():
-            ledger.watch_first_step(_report_first_step)
             _register_exit_report()
     except BaseException:
         _return_to(before)
-        _state.patches = {**_leftovers(), **before.patches}
+        _state.patches, _state.outcomes = {**_leftovers(), **before.patches}, before.outcomes
         raise
-    if not before.on and not before.whole_library:
+    if _is_on() and not _was_on(before):
         _forget_counts()
+        ledger.watch_first_step(_report_first_step)
 
 
 def _patch_class(target: Target, owner: type[nn.Module], modules: Sequence[nn.Module] = ()) -> None:
@@ -338,7 +340,7 @@ def _catch_up_with_imports() -> None:
     """
     for name in [name for name in list(sys.modules) if _is_wanted(name)]:
         if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
-            with contextlib.suppress(ImportError):
+            with contextlib.suppress(Exception):  # what the other thread is told when its import fails
                 _after_import(importlib.import_module(name))
 
 
@@ -416,8 +418,14 @@ def _snapshot() -> _Snapshot:
     )
 
 
+def _was_on(before: _Snapshot) -> bool:
+    return any(reason is None for reason in before.outcomes.values())
+
+
 def _return_to(before: _Snapshot) -> None:
     """Undoes what was added since, and puts back what was taken away."""
+    if not _was_on(before):
+        ledger.end_first_step()
     _undo([found for owner, found in _state.patches.items() if owner not in before.on])
     new = {name: Reason.RESTORED for name, reason in _state.outcomes.items() if reason is None}
     _state.outcomes = {**new, **before.outcomes}
@@ -426,6 +434,8 @@ def _return_to(before: _Snapshot) -> None:
     for owner, (found, only) in before.on.items():
         _state.patches[owner] = found
         if found.switch.off is Reason.RESTORED:
+            if vars(owner).get("forward") not in (found.original, found.replacement):
+                continue  # another library has the class now
             patch.apply(found)
         found.switch.only = None if only is None else weakref.WeakSet(m for ref in only if (m := ref()) is not None)
         _set_switch(found)
@@ -446,9 +456,7 @@ def _forget_counts() -> None:
     on = {owner: found for owner, found in _state.patches.items() if found.switch.off is not Reason.RESTORED}
     _state.patches = {**_leftovers(), **on}
     for found in _state.patches.values():
-        found.record.calls.clear()
-        found.record.errors.clear()
-        found.record.traces.clear()
+        ledger.clear(found.record)
 
 
 # ------------------------------------------------------------------------------------------------------- reporting

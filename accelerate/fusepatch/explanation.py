@@ -156,14 +156,18 @@ def _decide(
         off = in_place.switch.why_off(module)
         if off is not None:
             return original(off)
-    if "forward" in module.__dict__ and not _leads_to(module.__dict__["forward"], in_place):
+    if "forward" in module.__dict__ and not _leads_to_ours(module, in_place):
         return original(Reason.ACCELERATE_HOOKS if "_hf_hook" in module.__dict__ else Reason.INSTANCE_FORWARD)
     return target.shim.decide(module, forward, assumed)
 
 
-def _leads_to(instance_forward: Any, in_place: patch.ForwardPatch | None) -> bool:
-    """Whether an instance's own forward is our patched one, merely bound early."""
-    return in_place is not None and getattr(instance_forward, "__func__", None) is in_place.replacement
+def _leads_to_ours(module: nn.Module, in_place: patch.ForwardPatch | None) -> bool:
+    """Whether an instance's own forward was bound, or wrapped by accelerate's hooks, while the class's was ours."""
+    if in_place is None:
+        return False
+    own, before_hooks = module.__dict__["forward"], module.__dict__.get("_old_forward")
+    functions = (getattr(own, "__func__", None), getattr(own, "func", None), getattr(before_hooks, "__func__", None))
+    return any(function is in_place.replacement for function in functions)
 
 
 def _row(name: str, owner: type, target: Target, made: Decision, *, patched: bool) -> ModuleRoute:

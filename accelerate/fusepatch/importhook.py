@@ -25,9 +25,10 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if getattr(self.looking, "on", False) or not self.wanted(name):
+        looked_for: set[str] = vars(self.looking).setdefault("names", set())
+        if name in looked_for or not self.wanted(name):
             return None
-        self.looking.on = True  # a finder that asks the others as we do must not find us asking it
+        looked_for.add(name)  # a finder that asks the others as we do must not find us asking it
         try:
             for finder in sys.meta_path:
                 if finder is not self and hasattr(finder, "find_spec"):
@@ -37,7 +38,7 @@ class _Finder:
                         return spec
             return None
         finally:
-            self.looking.on = False
+            looked_for.discard(name)
 
     def _watch(self, spec: ModuleSpec) -> None:
         loader = spec.loader

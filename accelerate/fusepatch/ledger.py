@@ -74,6 +74,14 @@ def count_error(record: Record, error: BaseException) -> None:
     log.warning("%s: %s in a fusepatch route (recorded and raised): %s", record.class_name, name, error)
 
 
+def clear(record: Record) -> None:
+    """Starts the counts of a record anew."""
+    with _lock:
+        record.calls.clear()
+        record.errors.clear()
+        record.traces.clear()
+
+
 # ---------------------------------------------------------------------------------------------- the first step's end
 
 
@@ -103,7 +111,8 @@ def watch_first_step(report: Callable[[], None] | None) -> None:
 def end_first_step() -> None:
     """Reports now, if the first step has begun and was not reported yet."""
     global _first_step
-    step, _first_step = _first_step, None
+    with _lock:
+        step, _first_step = _first_step, None
     if step is not None and step.first is not None:
         step.report()
 

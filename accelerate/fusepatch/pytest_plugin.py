@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from . import entry, ledger, settings
 
-    was_on = any(target.state != "off" for target in entry.status().targets)
+    was_on = any(target.state in ("patched", "pending") for target in entry.status().targets)
     ops = config.getoption("--fusepatch-ops")
     names = None if ops is None else [name.strip() for name in ops.split(",")]
     session = _Session(contextlib.ExitStack(), config.getoption("--fusepatch-require-native"))
@@ -105,7 +105,7 @@ def _why_off() -> str:
     from . import entry
 
     targets = entry.status().targets
-    if any(target.state != "off" for target in targets):
+    if any(target.state in ("patched", "pending") for target in targets):
         return ""
     return ", ".join(f"{target.name} is off ({target.reason})" for target in targets if target.reason is not None)
 

@@ -38,7 +38,7 @@ class TargetStatus:
     library: str
     version: str | None
     state: str
-    """`patched`, `pending` (installed, no class of it imported yet), or `off`."""
+    """`patched`, `pending` (installed, no class of it imported yet), `restored`, or `off`."""
     reason: str | None
     """Why it is off."""
     fix: str | None
@@ -78,7 +78,7 @@ class Status:
         """One line: calls by route and declines by reason, over all targets."""
         parts = []
         for target in self.targets:
-            if target.state == "off":
+            if target.state in ("off", "restored"):
                 continue
             calls, declines = target.total("calls"), target.total("declines")
             text = ", ".join(f"{route} {calls[route]}" for route in _in_order(calls)) or "no calls"
@@ -169,18 +169,19 @@ def _target_status(
 ) -> TargetStatus:
     classes = tuple(_class_status(found) for found in patches if found.target == target.name)
     reason = outcomes.get(target.name, Reason.RESTORED)
-    if reason is not None:
+    if reason is Reason.RESTORED:
+        state, reason = "restored" if target.name in outcomes else "off", None
+    elif reason is not None:
         state = "off"
     else:
         state = "patched" if any(each.state in ("patched", "wrapped") for each in classes) else "pending"
-    known = target.name in outcomes
     return TargetStatus(
         target.name,
         target.library,
         target.version(),
         state,
-        reason.value if reason is not None and known else None,
-        reason.fix if reason is not None and known else None,
+        None if reason is None else reason.value,
+        None if reason is None else reason.fix,
         classes,
     )
 

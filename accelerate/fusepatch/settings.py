@@ -215,6 +215,11 @@ def current() -> Settings:
     return found
 
 
+def installed() -> Settings | None:
+    """The settings in force, where any were read."""
+    return _current
+
+
 def install(settings: Settings | None) -> None:
     """Puts `settings` in force; None forgets them, so that the next reader reads the environment again."""
     global _current

@@ -1,4 +1,4 @@
-"""The gated MLP on plain PyTorch against the formula in fp64, the bad input it refuses, and broken kernels it catches."""
+"""The gated MLP in plain PyTorch against the formula in fp64, the bad input it refuses, and faults it catches."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def ours(p: Named, activation: str, **options: bool) -> Tensor:
     return (op.gated_mlp_packed if "gate_up_weight" in p else op.gated_mlp)(**p, activation=activation, **options)
 
 
-def outside_parity(p: Named, activation: str) -> dict[str, tuple[float, float]]:
-    """Of the output and of each gradient that is outside the bound, our error and stock's."""
+def errors(p: Named, activation: str) -> dict[str, tuple[float, float]]:
+    """Of the output and of each gradient, our error and that of the stock expression."""
     dtype = p["x"].dtype
     dout = torch.randn(p["x"].shape, dtype=dtype)
     wide = {name: t.detach().double().requires_grad_() for name, t in p.items()}
@@ -76,15 +76,21 @@ def outside_parity(p: Named, activation: str) -> dict[str, tuple[float, float]]:
     theirs = grads_of(lambda: stock(p, activation), p, dout)
     found = grads_of(lambda: ours(p, activation), p, dout)
     assert all(t.dtype is dtype for t in found.values())
-    errors = {n: (relative_error(found[n], expected[n]), relative_error(theirs[n], expected[n])) for n in expected}
-    return {name: pair for name, pair in errors.items() if not is_close(*pair, dtype, expected[name].numel())}
+    return {n: (relative_error(found[n], expected[n]), relative_error(theirs[n], expected[n])) for n in expected}
 
 
-def is_close(error: float, stock_error: float, dtype: torch.dtype, elements: int) -> bool:
-    """The parity bound; far tighter where its floor would hide everything; wider where few elements make it a lottery."""
-    if dtype in WIDE:
-        return error <= 2 * stock_error + 8 * EPS[dtype]
-    return is_within_parity(error, stock_error) or (elements < 256 and error <= 2 * stock_error + EPS[dtype])
+def assert_within_parity(p: Named, activation: str) -> None:
+    """The parity bound; tighter where its floor would hide everything, wider where few roundings make it a lottery."""
+    x = p["x"]
+    eps = EPS[x.dtype]
+    for name, (error, theirs) in errors(p, activation).items():
+        elements = p[name].numel() if name in p else x.numel()
+        if x.dtype in WIDE:
+            assert error <= 2 * theirs + 8 * eps, name
+        elif elements < 256 or x.shape[:-1].numel() < 64:
+            assert error <= 2 * theirs + eps, name
+        else:
+            assert is_within_parity(error, theirs), (name, error, theirs)
 
 
 ODD = (40, 56)
@@ -101,7 +107,7 @@ CASES = {
     "64 tokens": (SMALL, lambda H: torch.randn(64, H)),
     "3-D": (ODD, lambda H: torch.randn(8, 8, H)),
     "3-D, row stride": (SMALL, lambda H: torch.randn(3, 5, H + 8)[..., :H]),
-    "3-D, transposed": (ODD, lambda H: torch.randn(9, 7, H).transpose(0, 1)),
+    "3-D, transposed": (ODD, lambda H: torch.randn(16, 4, H).transpose(0, 1)),
     "257 tokens": (ODD, lambda H: torch.randn(257, H)),
 }
 
@@ -119,7 +125,7 @@ def test_output_and_gradients_are_within_parity(
     x = make_x(hidden)
     p = inputs(x, inner, dtype, packed, bias)
     assert p["x"].stride() == x.stride()
-    assert not outside_parity(p, activation)
+    assert_within_parity(p, activation)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -136,7 +142,7 @@ def test_any_size_is_within_parity(
     tokens: int, hidden: int, inner: int, packed: bool, bias: bool, activation: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(tokens)
-    assert not outside_parity(inputs(torch.randn(tokens, hidden), inner, dtype, packed, bias), activation)
+    assert_within_parity(inputs(torch.randn(tokens, hidden), inner, dtype, packed, bias), activation)
 
 
 # ----------------------------------------------------------------------------------------------- the pieces
@@ -150,7 +156,7 @@ def test_activations_and_their_derivatives_are_those_of_pytorch(activation: str,
     expected = STOCK[activation](gate)
     (derivative,) = torch.autograd.grad(expected.sum(), gate)
     # Of the tails, of which 1 + erf(g) has no digits, the size alone is compared.
-    close = {"rtol": 16 * EPS[dtype], "atol": 16 * EPS[dtype]}
+    close = {"rtol": 64 * EPS[dtype], "atol": 64 * EPS[dtype]}
     torch.testing.assert_close(reference.activate(gate, activation), expected, **close)
     torch.testing.assert_close(reference.activate_derivative(gate, activation), derivative, **close)
     mild = torch.linspace(-5, 5, 1001, dtype=torch.float64)
@@ -242,26 +248,32 @@ def _stale_h(monkeypatch: pytest.MonkeyPatch) -> None:
 FIRST = {"gate_weight", "up_weight", "gate_bias", "up_bias"}
 BROKEN = {
     _swapped: {"out", "down_weight"},
-    _one_percent: {"gate_weight", "gate_bias"},
+    _one_percent: {"gate_weight", "gate_bias", "x"},
     _unwritten: {"x", *FIRST},
-    _no_bias: {"out", "x", "gate_weight", "gate_bias", "down_weight"},
-    _wrong_gelu: {"out", "down_weight", "up_weight", "up_bias"},
+    _no_bias: {"out", "x", "down_weight", "gate_weight", "gate_bias"},
+    _wrong_gelu: {"out", "x", "down_weight", "up_weight", "up_bias"},
     _stale_h: {"down_weight"},
 }
+"""What each of them makes wrong; all else stays right."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__.strip("_"))
+@pytest.mark.parametrize(
+    ("broken", "dtype"),
+    [
+        (broken, dtype)
+        for broken in BROKEN
+        for dtype in (torch.float32, torch.bfloat16)
+        if (broken, dtype) != (_wrong_gelu, torch.bfloat16)  # the two GELUs differ by less than bf16 resolves
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)).strip("_"),
+)
 def test_a_broken_kernel_is_outside_parity(broken, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if broken is _wrong_gelu and dtype is torch.bfloat16:
-        pytest.skip("below the rounding of bf16")
     torch.manual_seed(0)
     p = inputs(torch.randn(257, 40), 56, dtype, bias=True)
-    assert not outside_parity(p, "gelu")
+    assert all(is_within_parity(*pair) for pair in errors(p, "gelu").values())
     broken(monkeypatch)
-    found = outside_parity(p, "gelu")
-    assert set(found) >= BROKEN[broken], found
-    assert not any(is_within_parity(*found[name]) for name in BROKEN[broken]), found
+    outside = {name for name, pair in errors(p, "gelu").items() if not is_within_parity(*pair)}
+    assert outside == BROKEN[broken]
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -274,7 +286,7 @@ def good(packed: bool) -> dict:
 
 
 def of(*shape: int) -> Tensor:
-    return torch.randn(*shape)
+    return torch.randn(shape)
 
 
 REFUSED = {
@@ -350,10 +362,10 @@ ARGUMENTS = [(packed, name) for packed in (False, True) for name in good(packed)
 def test_mixed_dtypes_and_devices_are_refused(packed: bool, name: str) -> None:
     p = good(packed)
     with pytest.raises(
-        ValueError, match="one floating dtype and one device, got .*bfloat16 on cpu, torch.float32 on cpu"
+        ValueError, match=r"one floating dtype and one device, got .*bfloat16 on cpu, torch.float32 on cpu"
     ):
         ours({**p, name: p[name].bfloat16()}, "silu")
-    with pytest.raises(ValueError, match="one floating dtype and one device, got .*on cpu, .*on meta"):
+    with pytest.raises(ValueError, match=r"one floating dtype and one device, got .*on cpu, .*on meta"):
         ours({**p, name: p[name].to("meta")}, "silu")
 
 

@@ -225,6 +225,30 @@ def test_disk_that_fills_up_on_the_way(script, monkeypatch, capsys: pytest.Captu
     assert "the disk is full" in _main(script, monkeypatch, capsys)
 
 
+def test_second_make_waits_and_does_nothing(script, steps, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    script.HOME.mkdir()
+    with open(script.HOME / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waited: list[int] = []
+        lock_by_script = fcntl.flock
+
+        def flock(file: object, how: int) -> None:
+            if not how & fcntl.LOCK_NB:  # it is about to wait: the first `make` comes to its end
+                script.venv_python().parent.mkdir(parents=True)
+                script.venv_python().touch()
+                script._write_stamp(script.made_from(), ["demo"])
+                lock_by_script(lock, fcntl.LOCK_UN)
+                waited.append(how)
+            lock_by_script(file, how)
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        script.make("demo")
+    assert waited == [fcntl.LOCK_EX]
+    assert "another `make`" in capsys.readouterr().out
+    assert not steps
+
+
 # ------------------------------------------------------------------------------------------------------------- make
 
 

@@ -50,6 +50,10 @@ def provokes(*reasons: Reason) -> Callable[[Any], Any]:
     return lambda test: test
 
 
+def fault(what: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(strict=True, reason=what)
+
+
 @pytest.fixture(autouse=True)
 def rehearsal(reference_backend: None) -> None:
     """Every test here runs the reference backend, unless it says otherwise."""
@@ -1120,10 +1124,6 @@ def test_a_model_with_gradient_checkpointing(use_reentrant: bool) -> None:
 # ------------------------------------------------------------------------------------------------- found by trying hard
 
 
-def fault(what: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=what)
-
-
 @pytest.mark.parametrize("owner", ["Linear", "SiLU"])
 def test_patched_between_import_and_accelerate(owner: str) -> None:
     program = f"""
@@ -1242,12 +1242,17 @@ def test_state_around_the_forward_alone(around: str) -> None:
     assert relative_error(run(), stock) < 1e-6
 
 
-def test_output_may_be_written_to() -> None:
+@pytest.mark.parametrize("down_bias", [False, pytest.param(True, marks=fault("F.linear with a bias returns a view"))])
+@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (2, 2, 3, 64)], ids=str)
+def test_output_may_be_written_to(shape: tuple[int, ...], down_bias: bool) -> None:
     def run() -> list[Tensor]:
-        x = tokens(2, 3, 64)
-        out = tiny_llama_mlp()(x)
+        x = tokens(*shape)
+        mlp = tiny_llama_mlp()
+        mlp.down_proj = nn.Linear(96, 64, bias=down_bias)
+        nn.init.constant_(mlp.down_proj.weight, 0.1)
+        out = mlp(x)
         out += 1
-        out[:, 0] *= 2
+        out[..., 0] *= 2
         out.sum().backward()
         return [out.detach(), x.grad]
 
@@ -1260,6 +1265,51 @@ def test_gradient_penalty_raises_instead_of_being_wrong() -> None:
     (dx,) = torch.autograd.grad(tiny_llama_mlp()(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dx.square().sum().backward()
+
+
+SECOND_DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "hessian": torch.autograd.functional.hessian,
+    "hvp": lambda f, x: torch.autograd.functional.hvp(f, x, torch.ones_like(x)),
+    "double-backward-jvp": lambda f, x: torch.autograd.functional.jvp(f, x, torch.ones_like(x)),
+}
+
+
+@fault("a gradient that was asked for by its inputs finds no way to the node that refuses, and is 0 without a word")
+@pytest.mark.parametrize("frozen_weights", [False, True])
+@pytest.mark.parametrize("name", SECOND_DERIVATIVES)
+def test_second_derivatives_raise(name: str, frozen_weights: bool) -> None:
+    mlp = tiny_llama_mlp().requires_grad_(not frozen_weights)
+    fusepatch.accelerate()
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        SECOND_DERIVATIVES[name](lambda x: mlp(x).sum(), tokens(64).detach())
+
+
+@fault("the gradients that refuse a second derivative are views made inside a Function")
+def test_gradients_with_a_graph_may_be_written_to() -> None:
+    def run() -> Tensor:
+        x = tokens()
+        (dx,) = torch.autograd.grad(tiny_llama_mlp()(x).sum(), x, create_graph=True)
+        return dx.mul_(2).detach()
+
+    check(run, FUSED, None)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("use_reentrant", [None, False])
+def test_create_graph_without_a_second_derivative(use_reentrant: bool | None) -> None:
+    """As optimizers that may want curvature call it; saved tensors are unpacked once under checkpointing."""
+
+    def run() -> list[Tensor]:
+        mlp, x = tiny_llama_mlp(), tokens()
+        out = mlp(x) if use_reentrant is None else checkpoint(mlp, x, use_reentrant=use_reentrant)
+        out.square().sum().backward(create_graph=True)
+        nn.utils.clip_grad_norm_(mlp.parameters(), 0.5)
+        found = [x.grad.detach().clone(), *(weight.grad.detach().clone() for weight in mlp.parameters())]
+        x.grad = None
+        mlp.zero_grad(set_to_none=False)
+        return found
+
+    check(run, FUSED, None, calls=1 if use_reentrant is None else 2)
 
 
 def test_autocast_weights() -> None:

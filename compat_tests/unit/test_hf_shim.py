@@ -211,7 +211,11 @@ def test_tampered_activation(case: str) -> None:
     assert [row.reason for row in fusepatch.explain(mlp).modules] == [reason]
 
 
-@pytest.mark.parametrize("act", [F.silu, nn.SiLU(), nn.SiLU(inplace=True), nn.GELU(), nn.GELU("tanh")], ids=["function", "SiLU", "in-place", "GELU", "tanh"])
+@pytest.mark.parametrize(
+    "act",
+    [F.silu, nn.SiLU(), nn.SiLU(inplace=True), nn.GELU(), nn.GELU("tanh")],
+    ids=["function", "SiLU", "in-place", "GELU", "tanh"],
+)
 def test_plain_activations_of_torch(act: Any) -> None:
     mlp, x = tiny_llama_mlp(), torch.randn(3, 64)
     del mlp.act_fn

@@ -1,9 +1,9 @@
 """One line patches, and one line undoes."""
 
 import torch
-from support import relative_error, tiny_llama_mlp
 
 import fusepatch
+from support import relative_error, tiny_llama_mlp
 
 
 def test_round_trip(reference_backend: None) -> None:

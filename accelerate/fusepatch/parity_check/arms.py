@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,9 +76,19 @@ class Source:
         self._given = build_or_model
         self._seed = seed
         self._state: dict[str, Tensor] | None = None
+        self._last: weakref.ref[nn.Module] | None = None
 
     def make(self) -> nn.Module:
         """A new model. Raises TypeError or ValueError where none can be made that is like the others."""
+        if self._last is not None and self._last() is not None:
+            gc.collect()  # a model that refers to itself
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+        model = self._make()
+        self._last = weakref.ref(model)
+        return model
+
+    def _make(self) -> nn.Module:
         if isinstance(self._given, nn.Module):
             _check_weights(self._given)
             try:
@@ -202,16 +213,7 @@ def run(model: nn.Module, options: Options, ops: tuple[str, ...], dtype: torch.d
     return Result(tensors, _since(before, ops), time.perf_counter() - start)
 
 
-def free(model: nn.Module) -> None:
-    """Drops gradients and caches, so that the next arm has the memory. The caller drops `model` itself."""
-    model.zero_grad(set_to_none=True)
-    gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
-
-
 def _step(model: nn.Module, options: Options, dtype: torch.dtype | None) -> dict[TensorName, Tensor]:
-    model.zero_grad(set_to_none=True)
     positional, named = _inputs(options, dtype)
     with torch.set_grad_enabled(options.gradients):
         out = model(*positional, **named)

@@ -138,7 +138,6 @@ def _run_reference(source: Source, options: Options, found: _Found) -> None:
         found.baseline_failed.append(f"the {found.reference_dtype} reference raised {result.error}")
     elif broken:
         found.baseline_failed.append(f"the {found.reference_dtype} reference is not finite in {_listed(broken)}")
-    arms.free(model)
 
 
 def _run_unpatched(source: Source, options: Options, found: _Found) -> None:
@@ -156,7 +155,6 @@ def _run_unpatched(source: Source, options: Options, found: _Found) -> None:
         found.baseline_failed.append(f"the unpatched arm is not finite, or lacks or adds a tensor: {_listed(broken)}")
     else:
         _check_use(found)
-    arms.free(model)
 
 
 def _run_patched(
@@ -169,7 +167,7 @@ def _run_patched(
         found.notes.append("the patched arm did not run: there is nothing to patch")
         return
     result = Result()
-    was_on = any(target.state != "off" for target in entry.status().targets)
+    was_on = any(target.state in ("patched", "pending") for target in entry.status().targets)
     # In strict mode the end of the block raises where nothing ran natively: the verdict says so.
     with contextlib.suppress(DeclinedError), entry.accelerated(ops, model=model):
         if not was_on:
@@ -178,7 +176,6 @@ def _run_patched(
         result = arms.run(model, options, names)
     found.off_patched = _compare(result, found)
     found.patched = _without_tensors(result)
-    arms.free(model)
 
 
 def _finds_something(target: Target, model: nn.Module) -> bool:

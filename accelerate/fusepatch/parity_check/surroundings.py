@@ -84,35 +84,37 @@ def _on_gpu(model: nn.Module) -> bool:
     return any(parameter.device.type == "cuda" for parameter in model.parameters())
 
 
+_PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
+_LEAVES = tuple((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn"))
+
+# What torch.backends.*.fp32_precision calls; in 2.13, torch.backends.mkldnn.fp32_precision sets that of all backends.
+_get_precision = torch._C._get_fp32_precision_getter
+_set_precision = torch._C._set_fp32_precision_setter
+
+
 @contextlib.contextmanager
 def _no_tf32() -> Iterator[None]:
-    backends: Any = torch.backends
-    leaves = [getattr(found, op) for found in (backends.cudnn, backends.mkldnn) for op in ("conv", "rnn")]
-    leaves += [backends.cuda.matmul, backends.mkldnn.matmul]
-    parents = [backends, backends.cudnn, backends.mkldnn]
     try:
         matmul: str | None = torch.get_float32_matmul_precision()
     except RuntimeError:  # set through both of torch's interfaces; it can't be read, so it is left alone
         matmul = None
     # A leaf that is not set reads as its parent; without parents, it reads as what it was given itself.
-    of_parents = []
-    for parent in parents:
-        of_parents.append(parent.fp32_precision)
-        parent.fp32_precision = "none"
-    of_leaves = [leaf.fp32_precision for leaf in leaves]
+    before = {}
+    for key in (*_PARENTS, *_LEAVES):
+        before[key] = _get_precision(*key)
+        if key in _PARENTS:
+            _set_precision(*key, "none")
     try:
         if matmul is not None:
             torch.set_float32_matmul_precision("highest")
-        for leaf in leaves:
-            leaf.fp32_precision = "ieee"
+        for key in _LEAVES:
+            _set_precision(*key, "ieee")
         yield
     finally:
         if matmul is not None:
             torch.set_float32_matmul_precision(matmul)
-        for leaf, precision in zip(leaves, of_leaves, strict=True):
-            leaf.fp32_precision = precision
-        for parent, precision in zip(parents, of_parents, strict=True):
-            parent.fp32_precision = precision
+        for key, precision in before.items():
+            _set_precision(*key, precision)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,161 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import results
+from .cases import ACTIVATIONS, DTYPES, GROUPS, LAYOUTS, Case, parse_shapes
+
+MODES = ("train", "forward", "backward", "memory", "host")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="The benchmarks of fusepatch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("gated_mlp", help="check and time every arm of the gated MLP")
+    run.add_argument("--arms", help="comma list of names, `default`, `all`; see `list`")
+    run.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="SHAPE",
+        help=f"{', '.join(GROUPS)}, all, or M,H,I such as 8192,2048,8192 (default: bench; tiny on a CPU)",
+    )
+    run.add_argument(
+        "--modes",
+        default=",".join(MODES),
+        help=f"comma list of {', '.join(MODES)} (default: all). memory: a stack of eight MLPs. host: the host's time, "
+        "at a small shape of its own",
+    )
+    run.add_argument("--dtype", choices=DTYPES, default="bf16")
+    run.add_argument("--activation", choices=ACTIVATIONS, default="silu")
+    run.add_argument("--layout", choices=LAYOUTS, default="separate", help="of gate and up in the stock module")
+    run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, for the harness itself")
+    run.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
+    run.add_argument(
+        "--seconds-per-case",
+        type=_positive,
+        default=4.0,
+        help="for timing one shape in one mode, all arms together (default: 4)",
+    )
+    run.add_argument(
+        "--prepare-seconds",
+        type=_positive,
+        default=120.0,
+        help="within which an arm must have compiled and tuned for all shapes (default: 120)",
+    )
+    run.add_argument("--save", action="store_true", help="append the rows to the results")
+    run.add_argument("--results", type=Path, default=results.RESULTS, help="the folder to append to with --save")
+    run.set_defaults(run=_gated_mlp)
+
+    listing = commands.add_parser("list", help="the arms, shapes and modes there are, and what is missing here")
+    listing.set_defaults(run=_list)
+
+    plot = commands.add_parser("plot", help="draw the pictures from the results")
+    _reading(plot)
+    plot.add_argument("--base", choices=("gemm_floor", "eager"), default="gemm_floor", help="what times are drawn over")
+    plot.add_argument("--to", type=Path, default=Path(__file__).parent / "pictures", help="the folder of the pictures")
+    plot.set_defaults(run=_plot)
+
+    table = commands.add_parser("table", help="a table in markdown from the results")
+    _reading(table)
+    table.add_argument("--modes", default="train,forward", help="comma list (default: train,forward)")
+    table.add_argument("--write", type=Path, metavar="FILE", help="put it between the marker comments of FILE")
+    table.set_defaults(run=_table)
+
+    merge = commands.add_parser("merge", help="add the rows of another results folder that are not here yet")
+    merge.add_argument("folder", type=Path)
+    merge.add_argument("--results", type=Path, default=results.RESULTS)
+    merge.set_defaults(run=_merge)
+    return parser
+
+
+def _reading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--benchmark", default="gated_mlp")
+    parser.add_argument("--run", action="append", dest="runs", help="a run to show (default: the latest); repeatable")
+    parser.add_argument("--results", type=Path, default=results.RESULTS)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    return int(_positive(text)) or 1
+
+
+def _gated_mlp(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from . import arms, gated_mlp, timing
+
+    on_cpu = arguments.device == "cpu"
+    modes = tuple(arguments.modes.split(","))
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown:
+        raise ValueError(f"there is no mode {unknown[0]!r}: the modes are {', '.join(MODES)}")
+    if not on_cpu and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here. --device cpu rehearses the harness")
+    if on_cpu and arguments.save and arguments.results.resolve() == results.RESULTS.resolve():
+        raise ValueError("a dry run is no result: --save needs --results with a folder of its own")
+    shapes = parse_shapes(arguments.shapes or ["tiny" if on_cpu else "bench"])
+    dtype = DTYPES[arguments.dtype]
+    gated_mlp.run(
+        gated_mlp.Options(
+            arms=tuple(arms.select(arguments.arms)),
+            cases=tuple(
+                Case(shape, dtype, arguments.activation, arguments.layout, arguments.device) for shape in shapes
+            ),
+            modes=modes,
+            limits=timing.Limits(arguments.repeats, arguments.seconds_per_case),
+            prepare_seconds=arguments.prepare_seconds,
+            save_to=arguments.results if arguments.save else None,
+        )
+    )
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from . import listing
+
+    print(listing.render())
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    from . import plot
+
+    for path in plot.draw_all(arguments.benchmark, arguments.runs, arguments.base, arguments.results, arguments.to):
+        print(path)
+
+
+def _table(arguments: argparse.Namespace) -> None:
+    from . import markdown
+
+    text = markdown.tables(arguments.benchmark, arguments.runs, arguments.modes.split(","), arguments.results)
+    print(text)
+    if arguments.write is not None:
+        markdown.put_between_markers(arguments.write, arguments.benchmark, text)
+
+
+def _merge(arguments: argparse.Namespace) -> None:
+    print(f"{results.merge(arguments.folder, arguments.results)} rows added")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    arguments = _parser().parse_args(words)
+    try:
+        arguments.run(arguments)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"python -m benchmarks: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

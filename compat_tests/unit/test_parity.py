@@ -1,0 +1,1012 @@
+"""`fusepatch.parity()`: what passes, what must fail, what is no verdict, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import fusepatch
+from fusepatch import entry, settings
+from fusepatch.cli import CommandError
+from fusepatch.decline import Reason
+from fusepatch.kernels.gated_mlp import reference
+from fusepatch.parity_check import bound, command, models, surroundings
+from fusepatch.parity_check.bound import OwnBound, TensorError, TensorName
+from fusepatch.parity_check.check import parity
+from fusepatch.parity_check.report import ParityReport, Verdict
+from fusepatch.shims import gated_mlp as shim
+from support import tiny_llama, tiny_llama_mlp
+
+IDS = torch.randint(0, 128, (2, 48), generator=torch.Generator().manual_seed(1))
+BATCH = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+
+
+def build_llama() -> nn.Module:
+    return tiny_llama(torch.bfloat16)
+
+
+def llama_parity(**more: Any) -> ParityReport:
+    return parity(build_llama, BATCH, **more)
+
+
+def broken(report: ParityReport) -> set[str]:
+    return {error.name for error in report.tensors if not error.holds}
+
+
+def check(report: ParityReport, verdict: Verdict, reason: str) -> None:
+    assert report.verdict is verdict, report
+    assert reason in "; ".join(report.reasons), report
+    assert not report.passed
+
+
+# ------------------------------------------------------------------------------------------------------- the bound
+
+
+A = TensorName("gradient", "a")
+LOSS = TensorName("output", "loss")
+
+
+def test_errors_are_relative_l2_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    actual = expected + 0.01 * noise
+    right = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    assert bound.error_of(A, actual, expected) == pytest.approx(right, rel=1e-12)
+    monkeypatch.setattr(bound, "_CHUNK", 7)
+    assert bound.error_of(A, actual.reshape(10, 100).t(), expected.reshape(10, 100).t()) == pytest.approx(right)
+    assert bound.error_of(A, expected, expected) == 0
+
+
+@pytest.mark.parametrize(
+    "actual",
+    [torch.full((4,), math.nan), torch.tensor([1.0, 1.0, 1.0, math.inf]), torch.ones(2, 2), torch.ones(5), None],
+)
+def test_what_is_not_finite_missing_or_of_another_shape_is_infinitely_wrong(actual: Tensor | None) -> None:
+    tensors = {} if actual is None else {A: actual}
+    assert bound.errors_of(tensors, {A: torch.ones(4)}) == {A: math.inf}
+
+
+def test_a_scalar_output_is_measured_against_one_and_a_scalar_gradient_against_itself() -> None:
+    assert bound.error_of(LOSS, torch.tensor(0.03), torch.tensor(0.01)) == pytest.approx(0.02)
+    assert bound.error_of(LOSS, torch.tensor(8.08), torch.tensor(8.0)) == pytest.approx(0.01)
+    assert bound.error_of(A, torch.tensor([0.03]), torch.tensor([0.01])) == pytest.approx(2)
+
+
+def test_a_gradient_that_is_zero_must_be_zero() -> None:
+    assert bound.error_of(A, torch.zeros(300), torch.zeros(300)) == 0
+    assert bound.error_of(A, torch.full((300,), 1e-6), torch.zeros(300)) > 1e20
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "expected"),
+    [
+        (A, 256, bound.STANDARD),
+        (A, 255, bound.SMALL),
+        (A, 1, bound.SMALL),
+        (LOSS, 1, bound.SCALAR),
+        (TensorName("output", "logits"), 2, bound.SMALL),
+        (TensorName("output", "logits"), 256, bound.STANDARD),
+    ],
+)
+def test_which_bound(name: TensorName, elements: int, expected: bound.Bound) -> None:
+    assert bound.bound_of(name, elements, ("gated_mlp",)) == expected
+
+
+def test_a_bound_of_its_own_is_for_whole_names_and_judged_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = bound.Bound(2.0, 1e-3)
+    monkeypatch.setattr(bound, "OWN_BOUNDS", (OwnBound("gated_mlp", r".*\.A_log", own, "it is summed in bf16"),))
+    assert bound.bound_of(TensorName("gradient", "layers.0.A_log"), 512, ("gated_mlp",)) == own
+    assert bound.bound_of(TensorName("gradient", "layers.0.A_log.x"), 512, ("gated_mlp",)) == bound.STANDARD
+    assert bound.bound_of(TensorName("gradient", "layers.0.A_log"), 512, ("experts",)) == bound.STANDARD
+
+
+@pytest.mark.parametrize(
+    ("unpatched", "patched", "holds"),
+    [
+        (0.01, 0.0126, True),
+        (0.01, 0.012601, False),
+        (0.0, 1e-4, True),
+        (0.0, 1.01e-4, False),
+        (0.0, math.inf, False),
+        (math.inf, 0.0, False),
+    ],
+)
+def test_what_holds(unpatched: float, patched: float, holds: bool) -> None:
+    assert TensorError("gradient", "a", 256, unpatched, patched).holds is holds
+
+
+# ------------------------------------------------------------------------------------------------------- what passes
+
+
+@pytest.fixture
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HIDDEN", 64), ("INTERMEDIATE", 96), ("VOCABULARY", 128), ("HEADS", 4)):
+        monkeypatch.setattr(models, name, value)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+def test_real_models_pass(reference_backend: None, small_models: None, name: str) -> None:
+    chosen = models.built_in(name, 2, torch.bfloat16, torch.device("cpu"))
+    report = parity(chosen.build, BATCH)
+    assert report.passed, report
+    assert (report.patched_native, report.native_expected, report.unpatched_native) == (2, 2, 0)
+    assert report.exit_code == 0
+    assert dict(report.calls) == {"fused": 2}
+    kinds = {(error.kind, error.name) for error in report.tensors}
+    gradients = {("gradient", name) for name, _ in chosen.build().named_parameters()}
+    assert kinds == {("output", "loss"), ("output", "logits"), *gradients}
+    # What the ratio is taken of is rounding, not nothing.
+    assert all(1e-3 < error.unpatched < 0.05 for error in report.tensors if error.elements >= 256)
+
+
+def test_lora_passes_on_the_pointwise_route(reference_backend: None) -> None:
+    peft = pytest.importorskip("peft")
+
+    def build() -> nn.Module:
+        targets = ["gate_proj", "up_proj", "down_proj"]
+        config = peft.LoraConfig(r=8, target_modules=targets, init_lora_weights=False, lora_dropout=0.1)
+        model: nn.Module = peft.get_peft_model(build_llama(), config)
+        return model
+
+    report = parity(build, BATCH)
+    assert report.passed, report
+    assert dict(report.calls) == {"pointwise": 2}
+    gradients = [error for error in report.tensors if error.kind == "gradient"]
+    assert len(gradients) == 2 * 3 * 2
+    assert all("lora_" in error.name for error in gradients)
+
+
+def test_fp32_and_fp64_models_pass(reference_backend: None) -> None:
+    for dtype, wide in ((torch.float32, "float32"), (torch.float64, "float64")):
+        report = parity(lambda dtype=dtype: tiny_llama(dtype, layers=1), BATCH)
+        assert report.passed, report
+        assert report.reference_dtype == wide
+
+
+def test_a_tuple_batch_and_gradients_of_the_input(reference_backend: None) -> None:
+    x = torch.randn(300, 64, dtype=torch.bfloat16)
+    report = parity(tiny_llama_mlp(torch.bfloat16), (x,))
+    assert report.passed, report
+    assert [(error.kind, error.name) for error in report.tensors if error.kind != "gradient"] == [
+        ("output", "output"),
+        ("input gradient", "0"),
+    ]
+    embedded = {"inputs_embeds": torch.randn(2, 8, 64, dtype=torch.bfloat16), "use_cache": False}
+    report = parity(build_llama, embedded)
+    assert report.passed, report
+    assert ("input gradient", "inputs_embeds") in {(error.kind, error.name) for error in report.tensors}
+    assert embedded["inputs_embeds"].grad is None
+    assert not embedded["inputs_embeds"].requires_grad
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_calls_are_expected_twice(reference_backend: None, use_reentrant: bool) -> None:
+    def build() -> nn.Module:
+        model: Any = build_llama()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        return model.train()
+
+    report = parity(build, BATCH)
+    assert report.passed, report
+    assert report.patched_native == report.native_expected == 4
+
+
+def test_modules_that_the_batch_does_not_reach_are_not_expected(reference_backend: None) -> None:
+    class TwoTowers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.vision = tiny_llama_mlp(torch.bfloat16), tiny_llama_mlp(torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.text(x)
+
+    report = parity(TwoTowers, (torch.randn(8, 64).bfloat16(),))
+    assert report.passed, report
+    assert report.native_expected == 1
+
+
+def test_dropout_is_the_same_in_every_arm(reference_backend: None) -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = tiny_llama_mlp(torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            factors = torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)
+            return F.dropout(self.mlp(x), 0.5) * factors.to(x.dtype).float().sum().to(x.dtype)
+
+    x = torch.randn(64, 64).bfloat16()
+    report = parity(Dropped(), (x,))
+    assert report.passed, report
+    assert all(error.unpatched < 0.05 for error in report.tensors)
+
+
+def test_autocast_is_off_in_the_reference_only(reference_backend: None) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        report = parity(lambda: tiny_llama(torch.float32), BATCH)
+    assert report.passed, report
+    assert dict(report.calls) == {"pointwise": 2}
+    assert next(error for error in report.tensors if error.name == "logits").unpatched > 1e-3
+
+
+def test_a_loss_of_ones_own_and_no_backward_pass(reference_backend: None) -> None:
+    def loss(out: Any) -> Tensor:
+        return out.logits.float().square().mean()
+
+    report = llama_parity(loss=loss)
+    assert report.passed, report
+    assert next(error for error in report.tensors if error.name == "loss").bound == bound.SCALAR
+    report = llama_parity(gradients=False)
+    assert report.passed, report
+    assert {error.kind for error in report.tensors} == {"output"}
+
+
+def test_native_calls_can_be_stated(reference_backend: None) -> None:
+    assert llama_parity(native_calls=2).passed
+    check(llama_parity(native_calls=3), Verdict.FAILED, "2 native calls, and native_calls=3")
+
+
+# --------------------------------------------------------------------------------------------------- what must fail
+
+
+Sabotage = Callable[[str, Callable[..., Any]], None]
+
+
+@pytest.fixture
+def sabotage(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> Sabotage:
+    """Wraps a function of the reference kernels: `sabotage(name, lambda real, *args: ...)`."""
+
+    def wrap(name: str, wrong: Callable[..., Any]) -> None:
+        real = getattr(reference, name)
+        monkeypatch.setattr(reference, name, lambda *args, **kwargs: wrong(lambda: real(*args, **kwargs), *args))
+
+    return wrap
+
+
+def test_one_gradient_that_is_one_percent_off_fails(sabotage: Sabotage) -> None:
+    calls = []
+
+    def wrong(real: Callable[[], tuple[Tensor, Tensor]], *_: Any) -> tuple[Tensor, Tensor]:
+        d_gate_up, h = real()
+        calls.append(1)
+        return d_gate_up, h * 1.01 if len(calls) == 1 else h
+
+    sabotage("gemm_dact", wrong)
+    report = llama_parity()
+    check(report, Verdict.FAILED, "outside the bound: 1 of ")
+    assert broken(report) == {"model.layers.1.mlp.down_proj.weight"}
+    assert report.exit_code == 1
+
+
+def test_an_output_of_the_previous_call_fails(sabotage: Sabotage) -> None:
+    """As of a workspace that is used again too early: the first call of a module is right."""
+    previous = []
+
+    def stale(real: Callable[[], tuple[Tensor, Tensor]], *_: Any) -> tuple[Tensor, Tensor]:
+        h, gate_up = real()
+        previous.append(h)
+        return previous[max(0, len(previous) - 2)], gate_up
+
+    sabotage("dual_gemm_act", stale)
+    report = llama_parity()
+    check(report, Verdict.FAILED, "outside the bound")
+    assert {"logits", "loss"} & broken(report)
+
+
+def test_a_tile_of_nan_fails(sabotage: Sabotage) -> None:
+    def wrong(real: Callable[[], tuple[Tensor, Tensor]], *_: Any) -> tuple[Tensor, Tensor]:
+        d_gate_up, h = real()
+        d_gate_up[:1, :1] = math.nan
+        return d_gate_up, h
+
+    sabotage("gemm_dact", wrong)
+    report = llama_parity()
+    check(report, Verdict.FAILED, "outside the bound")
+    assert "model.layers.0.mlp.gate_proj.weight" in broken(report)
+    assert "model.norm.weight" not in broken(report)
+
+
+def test_memory_that_a_kernel_did_not_write_fails(sabotage: Sabotage) -> None:
+    """Also where the test runner does not poison memory: the last rows hold what was there before."""
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def wrong(real: Callable[[], tuple[Tensor, Tensor]], *_: Any) -> tuple[Tensor, Tensor]:
+        h, gate_up = real()
+        out = torch.empty_like(h)
+        out[:-1] = h[:-1]
+        return out, gate_up
+
+    sabotage("dual_gemm_act", wrong)
+    check(llama_parity(), Verdict.FAILED, "output loss, output logits")
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_gate_and_up_swapped_fails(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = reference.dual_gemm_act
+
+    def swapped(x: Tensor, gate: Tensor, up: Tensor, gate_bias: Any, up_bias: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(x, up, gate, up_bias, gate_bias, *args, **kwargs)
+
+    monkeypatch.setattr(reference, "dual_gemm_act", swapped)
+    check(llama_parity(), Verdict.FAILED, "outside the bound")
+
+
+def test_a_missing_gradient_fails(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shim.run_gated_mlp
+    monkeypatch.setattr(
+        shim, "run_gated_mlp", lambda backend, x, gate, up, *rest: real(backend, x, gate, up.detach(), *rest)
+    )
+    report = llama_parity()
+    check(report, Verdict.FAILED, "outside the bound: 2 of ")
+    assert broken(report) == {f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)}
+
+
+def test_a_gradient_that_should_not_be_there_fails(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.spare = tiny_llama_mlp(torch.bfloat16), nn.Parameter(torch.ones(64).bfloat16())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x) + (self.spare if extra else 0)
+
+    extra: list[int] = []
+    real = shim.run_gated_mlp
+    monkeypatch.setattr(shim, "run_gated_mlp", lambda *args: (extra.append(1), real(*args))[1])
+    report = parity(Spare, (torch.randn(8, 64).bfloat16(),))
+    check(report, Verdict.FAILED, "gradient spare")
+
+
+def test_an_exception_in_the_patched_arm_fails(sabotage: Sabotage) -> None:
+    def wrong(*_: Any) -> None:
+        raise RuntimeError("the launch failed\nat length")
+
+    sabotage("dual_gemm_act", wrong)
+    report = llama_parity()
+    check(report, Verdict.FAILED, "the patched arm raised RuntimeError: the launch failed")
+    assert report.traceback is not None
+    assert "at length" in report.traceback
+    assert not report.tensors
+    assert "the launch failed" in str(report)
+
+
+def test_one_module_that_silently_ran_the_original_fails(
+    reference_backend: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = shim.decide, []
+
+    def decide(layout: Any, module: nn.Module, x: Any) -> Any:
+        seen.append(module)
+        return real(layout, module, x) if module is seen[0] else shim._declined(Reason.ALIGNMENT)
+
+    monkeypatch.setattr(shim, "decide", decide)
+    reason = "1 native calls, where explain() promises 2; declined 1 for alignment"
+    check(llama_parity(), Verdict.FAILED, reason)
+
+
+def test_native_calls_in_the_unpatched_arm_fail(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "disabled", contextlib.nullcontext)
+    fusepatch.accelerate()
+    check(llama_parity(), Verdict.FAILED, "native calls in an arm that must be unpatched")
+
+
+# ------------------------------------------------------------------------------------------------- what is no verdict
+
+
+def test_an_arm_that_silently_ran_the_original_passes_nothing(
+    reference_backend: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shim, "decide", lambda *_: shim._declined(Reason.CPU))
+    report = llama_parity()
+    check(report, Verdict.NOTHING_NATIVE, "no native call, where explain() promises 2; declined 2 for cpu")
+    assert report.exit_code == 3
+
+
+def test_a_cpu_without_the_reference_backend_has_nothing_native() -> None:
+    report = llama_parity()
+    check(report, Verdict.NOTHING_NATIVE, f"no native call: cpu ({Reason.CPU.fix})")
+    assert all(error.patched == error.unpatched for error in report.tensors)
+
+
+def test_a_model_without_targets_has_nothing_native() -> None:
+    report = parity(lambda: nn.Linear(16, 32), (torch.randn(4, 16),))
+    check(report, Verdict.NOTHING_NATIVE, "nothing of ours")
+    assert report.notes == ("the patched arm did not run: there is nothing to patch",)
+
+
+def test_an_op_that_is_off_has_nothing_native(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEPATCH_GATED_MLP", "0")
+    check(llama_parity(), Verdict.NOTHING_NATIVE, "env-disabled")
+
+
+@pytest.mark.parametrize("ops", [None, "gated_mlp"])
+def test_strict_mode_gives_a_verdict_too(monkeypatch: pytest.MonkeyPatch, ops: str | None) -> None:
+    monkeypatch.setenv("FUSEPATCH_STRICT", "1")
+    check(llama_parity(ops=ops), Verdict.FAILED, "the patched arm raised DeclinedError: strict")
+
+
+class Odd(nn.Module):
+    """A gated MLP, and something that goes wrong in given dtypes."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...], wrong: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mlp, self.dtypes, self.wrong = tiny_llama_mlp(torch.bfloat16), dtypes, wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.mlp(x)
+        return self.wrong(out) if x.dtype in self.dtypes else out
+
+
+def crash(x: Tensor) -> Tensor:
+    raise RuntimeError("no kernel for this")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "wrong", "reason"),
+    [
+        ((torch.float32,), crash, "the float32 reference raised RuntimeError: no kernel for this"),
+        ((torch.bfloat16,), crash, "the unpatched arm raised RuntimeError: no kernel for this"),
+        ((torch.float32,), lambda x: x / 0, "the float32 reference is not finite in output output"),
+        ((torch.bfloat16,), lambda x: x * math.nan, "the unpatched arm is not finite, or lacks or adds a tensor"),
+        ((torch.bfloat16,), lambda x: x.detach().requires_grad_(), "lacks or adds a tensor: gradient mlp.gate_proj"),
+        ((torch.bfloat16,), lambda x: x.flip(0), "the unpatched arm is no measure: "),
+        ((torch.bfloat16,), lambda x: x.detach() * 2 - x, "the unpatched arm is no measure: gradient mlp."),
+    ],
+)
+def test_a_baseline_that_fails_is_neither_blamed_nor_claimed(
+    reference_backend: None, dtypes: tuple[torch.dtype, ...], wrong: Callable[[Tensor], Tensor], reason: str
+) -> None:
+    report = parity(Odd(dtypes, wrong), (torch.randn(64, 64).bfloat16(),), gradients=True)
+    check(report, Verdict.BASELINE_FAILED, reason)
+    assert report.exit_code == 3
+    assert report.patched_native == 0
+
+
+def test_fla_can_not_run_on_a_cpu() -> None:
+    mlp = pytest.importorskip("fla.modules.mlp")
+    report = parity(lambda: mlp.GatedMLP(hidden_size=64).bfloat16(), (torch.randn(1, 8, 64).bfloat16(),))
+    check(report, Verdict.BASELINE_FAILED, "the float32 reference raised RuntimeError: 0 active drivers")
+
+
+def test_one_gradient_that_is_noise_by_nature_is_noted(reference_backend: None) -> None:
+    """A bias in front of a softmax has a gradient of exactly zero; in every arm there is only rounding."""
+
+    class Softmaxed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = tiny_llama_mlp(torch.bfloat16)
+            self.shift = nn.Parameter(torch.zeros(300, 1).bfloat16())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(self.mlp(x) + self.shift, dim=-1)
+
+    report = parity(Softmaxed, (torch.randn(300, 64).bfloat16(),))
+    assert report.verdict is not Verdict.BASELINE_FAILED, report
+    assert any("the bound says little of gradient shift" in note for note in report.notes)
+
+
+# --------------------------------------------------------------------------------------------- nothing is left behind
+
+
+def process_state() -> dict[str, object]:
+    return {
+        "forward": vars(LlamaMLP)["forward"],
+        "finders": [type(finder) for finder in sys.meta_path],
+        "settings": settings._current,
+        "states": [(target.name, target.state, target.reason) for target in fusepatch.status().targets],
+        "strict": fusepatch.status().strict,
+        "disabled": fusepatch.status().disabled,
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "numpy": [str(part) for part in numpy.random.get_state()],
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        ),
+        "precision": precisions(),
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+def precisions() -> list[str]:
+    return [torch._C._get_fp32_precision_getter(*key) for key in (*surroundings._PARENTS, *surroundings._LEAVES)]
+
+
+def off() -> None:
+    pass
+
+
+def on_for_another_model() -> object:
+    other = build_llama()
+    fusepatch.accelerate(model=other)
+    return other
+
+
+@pytest.mark.parametrize("before", [off, fusepatch.accelerate, on_for_another_model])
+@pytest.mark.parametrize("end", ["verdict", "crash", "interrupt", "bad builder"])
+def test_the_process_is_as_it_was(
+    reference_backend: None, monkeypatch: pytest.MonkeyPatch, before: Callable[[], object], end: str
+) -> None:
+    torch.set_float32_matmul_precision("high")
+    kept = before()
+    builds = []
+
+    def build() -> nn.Module:
+        builds.append(1)
+        if end == "bad builder" and len(builds) == 3:
+            raise LookupError("no third model")
+        model = build_llama()
+        if end in ("crash", "interrupt") and len(builds) == 3:
+            error: type[BaseException] = RuntimeError if end == "crash" else KeyboardInterrupt
+
+            def fail(*_: Any) -> None:
+                raise error
+
+            model.register_forward_hook(fail)
+        return model
+
+    try:
+        state = process_state()
+        raised = {"interrupt": KeyboardInterrupt, "bad builder": LookupError}.get(end)
+        with pytest.raises(raised) if raised else contextlib.nullcontext():
+            report = parity(build, BATCH)
+            assert report.verdict is (Verdict.FAILED if end == "crash" else Verdict.PASSED), report
+        assert process_state() == state
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    del kept
+
+
+def test_the_unpatched_arms_of_an_accelerated_process_are_unpatched(reference_backend: None) -> None:
+    fusepatch.accelerate()
+    report = llama_parity()
+    assert report.passed, report
+    assert report.unpatched_native == 0
+    assert fusepatch.status().targets[0].total("declines") == {"disabled": 4}
+    mlp = tiny_llama_mlp()
+    native = fusepatch.status().native_calls()
+    mlp(torch.randn(2, 64))
+    assert fusepatch.status().native_calls() == native + 1
+
+
+def test_no_summary_of_a_first_step_is_printed(reference_backend: None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="fusepatch")
+    mlp = tiny_llama_mlp()
+    assert parity(mlp, (torch.randn(8, 64),)).passed
+    entry._report_at_exit()
+    assert not caplog.records
+    fusepatch.accelerate()
+    mlp(torch.randn(8, 64))
+    assert parity(mlp, (torch.randn(8, 64),)).passed
+    assert fusepatch.status().native_calls() >= 2
+
+
+def test_a_built_model_is_untouched(reference_backend: None) -> None:
+    model: Any = build_llama()
+    model.model.layers[0].eval()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+            parameter.register_post_accumulate_grad_hook(lambda p: pytest.fail("the user's own parameter was reached"))
+    batch = {**BATCH, "attention_mask": torch.ones_like(IDS)}
+
+    def state() -> dict[str, object]:
+        return {
+            **{
+                name: (id(t), t.data_ptr(), t.dtype, t.requires_grad, id(t.grad))
+                for name, t in model.named_parameters()
+            },
+            **{name: (id(t), t.data_ptr(), t.dtype) for name, t in model.named_buffers()},
+            "training": [module.training for module in model.modules()],
+            "forwards": [list(vars(module)) for module in model.modules()],
+            "batch": [(id(value), getattr(value, "grad", None)) for value in batch.values()],
+            "attention": model.config._attn_implementation,
+        }
+
+    before, weights = state(), copy.deepcopy(model.state_dict())
+    report = parity(model, batch)
+    assert report.passed, report
+    assert "model.embed_tokens.weight" not in {error.name for error in report.tensors}
+    assert state() == before
+    after = model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in weights.items())
+    assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.requires_grad)
+
+
+def test_one_model_at_a_time_is_in_memory(reference_backend: None) -> None:
+    built: list[weakref.ref[nn.Module]] = []
+
+    def build() -> nn.Module:
+        gc.collect()
+        assert [ref for ref in built if ref() is not None] == []
+        model = build_llama()
+        built.append(weakref.ref(model))
+        return model
+
+    report = parity(build, BATCH)
+    assert report.passed, report
+    assert len(built) == 3
+    gc.collect()
+    assert [ref for ref in built if ref() is not None] == []
+
+
+def test_every_arm_has_the_weights_of_the_first(reference_backend: None) -> None:
+    """Buffers too, and whatever the function leaves to chance that no seed reaches."""
+
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            chance = torch.frombuffer(bytearray(os.urandom(64)), dtype=torch.uint8).float()
+            self.mlp = tiny_llama_mlp(torch.bfloat16)
+            self.scale = nn.Parameter(chance.bfloat16())
+            self.register_buffer("shift", chance.bfloat16(), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x) * self.scale + self.shift
+
+    report = parity(Buffered, (torch.randn(8, 64).bfloat16(),))
+    assert report.passed, report
+
+
+# --------------------------------------------------------------------------------------------------------- arguments
+
+
+class NoCopy(nn.Linear):
+    def __deepcopy__(self, memo: object) -> nn.Module:
+        raise RuntimeError("can't be copied")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((3, BATCH), {}, TypeError, "or a function that builds one, got int"),
+        ((lambda: 3, BATCH), {}, TypeError, "must return a torch.nn.Module, got int"),
+        ((build_llama, IDS), {}, TypeError, "a dictionary or a tuple, got Tensor"),
+        ((build_llama, BATCH), {"loss": "loss"}, TypeError, "loss must be a function"),
+        ((build_llama, BATCH), {"ops": "nope"}, ValueError, "unknown op 'nope'"),
+        ((build_llama, BATCH), {"native_calls": -1}, ValueError, "native_calls must not be negative"),
+        ((build_llama, BATCH), {"native_calls": True}, TypeError, "native_calls must be a whole number"),
+        ((build_llama, BATCH), {"seed": 1.5}, TypeError, "seed must be a whole number"),
+        ((NoCopy(4, 4), (torch.ones(1, 4),)), {}, ValueError, "Pass a function that builds it"),
+        ((lambda: nn.Linear(4, 4, device="meta"), (torch.ones(1, 4),)), {}, ValueError, "weight is on the meta device"),
+        (
+            (lambda: nn.Linear(4, random.SystemRandom().randrange(10**6)), (torch.ones(1, 4),)),
+            {},
+            ValueError,
+            "another",
+        ),
+    ],
+)
+def test_wrong_arguments(
+    arguments: tuple[Any, Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        parity(*arguments, **options)
+
+
+def test_the_environment_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEPATCH_GATED_MLP_BACKEND", "fast")
+    with pytest.raises(settings.SettingsError):
+        parity(lambda: pytest.fail("was built"), BATCH)
+
+
+# -------------------------------------------------------------------------------------------------------- the report
+
+
+def example(count: int = 4, **changes: Any) -> ParityReport:
+    tensors = tuple(
+        TensorError("gradient", f"model.layers.{i}.mlp.gate_proj.weight", 1024, 0.01, 0.01 + 0.0001 * (i % 30))
+        for i in range(count - 2)
+    )
+    tensors += (
+        TensorError("output", "loss", 1, 0.0, 0.001, bound.SCALAR),
+        TensorError("output", "logits", 1024, 0.01, math.inf),
+    )
+    found: dict[str, Any] = {
+        "verdict": Verdict.FAILED,
+        "reasons": ("because",),
+        "model": "Model",
+        "parameters": 12345,
+        "dtypes": ("bfloat16",),
+        "reference_dtype": "float32",
+        "device": "cpu",
+        "ops": ("gated_mlp",),
+        "seed": 0,
+        "tensors": tensors,
+        "native_expected": 2,
+        "unpatched_native": 0,
+        "patched_native": 2,
+        "calls": {"fused": 2},
+        "declines": {},
+        "seconds": {"patched": 0.5},
+        "notes": ("note this",),
+        "traceback": None,
+    }
+    return ParityReport(**{**found, **changes})
+
+
+def test_the_worst_tensors_come_first_and_all_are_to_be_had() -> None:
+    report = example(50)
+    lines = str(report).splitlines()
+    assert lines[0] == "parity of gated_mlp: FAILED"
+    assert lines[1] == "  because"
+    first = next(index for index, line in enumerate(lines) if line.startswith("tensor ")) + 2
+    assert lines[first].split() == ["logits", "output", "1024", "1.00e-02", "inf", "inf", "inf"]
+    assert lines[first + 1].split()[0] == "model.layers.29.mlp.gate_proj.weight"
+    assert "... and 30 more, in report.table()" in lines
+    assert lines[-1] == "note: note this"
+    assert len(report.table().splitlines()) == 52
+    assert "unpatched + 0.01" in report.table()
+
+
+def test_a_dictionary_for_json() -> None:
+    found = json.loads(json.dumps(example().to_dict(), allow_nan=False))
+    assert (found["verdict"], found["passed"], found["exit_code"]) == ("failed", False, 1)
+    worst = found["tensors"][0]
+    assert (worst["name"], worst["patched"], worst["use"], worst["holds"]) == ("logits", None, None, False)
+    assert worst["bound"] == {"factor": 1.25, "floor": 1e-4}
+    assert set(found["versions"]) == {"fusepatch", "torch", "transformers", "fla"}
+    assert found["calls"] == {"fused": 2}
+
+
+def test_exit_codes() -> None:
+    codes = {verdict.value: verdict.exit_code for verdict in Verdict}
+    assert codes == {"passed": 0, "failed": 1, "baseline-failed": 3, "nothing-native": 3}
+
+
+def test_the_picture_of_many_tensors_is_as_large_as_its_labels(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    sizes = {}
+    for count in (4, 300):
+        path = tmp_path / f"{count}.png"
+        example(count).plot(path)
+        sizes[count] = Image.open(path).size
+    assert sizes[300][1] > 150 * 15  # pixels for each of 150 rows
+    assert sizes[300][0] > 1.8 * sizes[4][0]  # in two columns
+    text = tmp_path / "few.svg"
+    example().plot(text)
+    assert "not finite" in text.read_text() or text.stat().st_size > 10_000
+
+
+def test_the_picture_needs_matplotlib_and_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"fusepatch\[plot\]"):
+        example().plot(tmp_path / "a.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", SimpleNamespace())
+    with pytest.raises(ValueError, match="nothing to plot: because"):
+        example(tensors=()).plot(tmp_path / "a.png")
+
+
+# ----------------------------------------------------------------------------------------------------- surroundings
+
+
+@pytest.mark.parametrize("through", ["nothing", "legacy", "new", "both"])
+def test_tf32_is_off_in_exact_arithmetic_and_put_back(through: str) -> None:
+    """In a process of its own: torch can't be asked for all of this state, nor given it back by its own functions."""
+    code = f"""
+import torch
+from torch import nn
+from fusepatch.parity_check import surroundings
+
+def state(): return [torch._C._get_fp32_precision_getter(*key) for key in KEYS]
+def set_precision(*key): torch._C._set_fp32_precision_setter(*key)
+KEYS = (*surroundings._PARENTS, *surroundings._LEAVES)
+through = {through!r}
+if through in ("legacy", "both"):
+    torch.set_float32_matmul_precision("medium")
+if through in ("new", "both"):
+    set_precision("generic", "all", "tf32")
+    set_precision("cuda", "matmul", "tf32")
+before = state()
+with surroundings.exact_arithmetic(nn.Linear(2, 2)) as notes:
+    assert notes == ()
+    assert state()[3:] == ["ieee"] * 6, state()
+assert state() == before, (state(), before)
+set_precision("generic", "all", "ieee")
+if through in ("new", "both"):  # those that inherited still do
+    assert torch._C._get_fp32_precision_getter("mkldnn", "conv") == "ieee"
+assert through == "both" or torch.get_float32_matmul_precision() == ("medium" if through == "legacy" else "highest")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_flash_attention_gives_way_in_the_reference_only() -> None:
+    asked = []
+
+    class Flash(nn.Linear):
+        config = SimpleNamespace(_attn_implementation="flash_attention_2")
+
+        def set_attn_implementation(self, name: str) -> None:
+            asked.append(name)
+
+    with surroundings.exact_arithmetic(Flash(2, 2)) as notes:
+        assert asked == ["sdpa"]
+        assert "sdpa, since flash_attention_2 takes no fp32" in notes[0]
+    assert asked == ["sdpa", "flash_attention_2"]
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int]) -> Tensor:
+    """By its definition, one query at a time."""
+    out = torch.zeros(*q.shape[:3], v.shape[-1])
+    groups, late = q.shape[2] // k.shape[2], k.shape[1] - q.shape[1]
+    for i in range(q.shape[1]):
+        first = 0 if window[0] < 0 else max(0, i + late - window[0])
+        last = i + late if causal else k.shape[1] - 1 if window[1] < 0 else min(k.shape[1] - 1, i + late + window[1])
+        for head in range(q.shape[2]):
+            keys, values = k[:, first : last + 1, head // groups], v[:, first : last + 1, head // groups]
+            weights = torch.softmax(torch.einsum("bd,bkd->bk", q[:, i, head], keys) / q.shape[-1] ** 0.5, dim=-1)
+            out[:, i, head] = torch.einsum("bk,bkd->bd", weights, values)
+    return out
+
+
+@pytest.mark.parametrize("keys", [6, 9])
+@pytest.mark.parametrize(("causal", "window"), [(True, (-1, -1)), (True, (2, 0)), (False, (-1, -1)), (False, (1, 2))])
+def test_attention_like_flash(keys: int, causal: bool, window: tuple[int, int]) -> None:
+    q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, keys, 2, 8), torch.randn(2, keys, 2, 8)
+    out = surroundings.attention_like_flash(q, k, v, causal=causal, window_size=window)
+    torch.testing.assert_close(out, dense_attention(q, k, v, causal, window))
+
+
+def test_kernels_of_fla_are_compiled_anew_and_given_back() -> None:
+    triton = pytest.importorskip("triton")
+    solve = pytest.importorskip("fla.ops.utils.solve_tril")
+    kernels = surroundings._fla_kernels()
+    assert len(kernels) > 100
+    tuner = next(kernel for kernel in kernels if "cache" in vars(kernel))
+    function = next(kernel for kernel in kernels if "device_caches" in vars(kernel))
+    before = [dict(vars(kernel)) for kernel in kernels]
+    with surroundings.ieee_dots_in_fla() as notes:
+        assert triton.knobs.language.fp32_default == os.environ["TRITON_F32_DEFAULT"] == "ieee"
+        assert notes == ["FLA's kernels were compiled with IEEE fp32 dots for the reference"]
+        assert function.device_caches is not before[kernels.index(function)]["device_caches"]
+        assert tuner.cache is not before[kernels.index(tuner)]["cache"]
+    assert "TRITON_F32_DEFAULT" not in os.environ
+    for kernel, state in zip(kernels, before, strict=True):
+        assert all(vars(kernel)[name] is value for name, value in state.items())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solve, "FLA_TRIL_PRECISION", "tf32x3")
+        with surroundings.ieee_dots_in_fla() as notes:
+            assert "the triangular solve of fla.ops.utils.solve_tril" in notes[1]
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def run_command(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.main(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def test_the_command_on_a_built_in_model(
+    reference_backend: None, small_models: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    assert run_command("--config", "llama", "--tokens", 32, "--json", path, "--all") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("parity of gated_mlp: PASSED\nLlamaForCausalLM, ")
+    assert out.count("model.embed_tokens.weight") >= 1
+    assert "every tensor:" in out
+    found = json.loads(path.read_text())
+    assert found["passed"]
+    assert len(found["tensors"]) == 2 + 2 * 9 + 3
+
+
+@pytest.mark.parametrize(("dtype", "full"), [("fp16", "float16"), ("fp32", "float32")])
+def test_the_command_in_other_dtypes(
+    reference_backend: None, small_models: None, capsys: pytest.CaptureFixture[str], dtype: str, full: str
+) -> None:
+    assert run_command("--config", "phi3", "--tokens", 32, "--layers", 1, "--dtype", dtype) == 0
+    assert f"parameters, {full} on cpu" in capsys.readouterr().out
+
+
+def test_the_command_on_a_folder(reference_backend: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model: Any = tiny_llama(torch.bfloat16, layers=3)
+    model.save_pretrained(tmp_path)
+    assert run_command(tmp_path, "--tokens", 32) == 0
+    assert "native calls: 3 patched (expected 3)" in capsys.readouterr().out
+    assert run_command(tmp_path, "--tokens", 32, "--layers", 1) == 0
+    assert "native calls: 1 patched (expected 1)" in capsys.readouterr().out
+
+
+def test_the_command_says_that_nothing_was_native(small_models: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("--config", "llama", "--tokens", 8, "--layers", 1) == 3
+    assert "FUSEPATCH_GATED_MLP_BACKEND=reference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("config", ["fla-gdn", "fla-transformer"])
+def test_the_command_on_fla_without_a_gpu(small_models: None, capsys: pytest.CaptureFixture[str], config: str) -> None:
+    pytest.importorskip("fla")
+    assert run_command("--config", config, "--tokens", 64, "--layers", 1) == 3
+    assert "BASELINE-FAILED\n  the float32 reference raised RuntimeError: 0 active drivers" in capsys.readouterr().out
+    assert sys.modules["fla.layers.attn"].flash_attn_func is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/folder"], "there is no folder /no/such/folder"),
+        ([Path(__file__).parent], "has no file config.json"),
+        (["--config", "llama", "--json", "/no/such/folder/a.json"], "can't write /no/such/folder/a.json"),
+        (["--config", "llama", "--json", Path(__file__).parent], "not a file in a folder that exists"),
+        (["--config", "llama", "--device", "cuda:77"], "there is no device cuda:77"),
+        (["--config", "llama", "--device", "gpu"], "there is no device gpu"),
+        (["--config", "llama", "--ops", "gated_mlp,nope"], "unknown op 'nope'"),
+    ],
+)
+def test_what_the_command_can_not_do(arguments: list[object], message: str) -> None:
+    with pytest.raises(CommandError) as found:
+        run_command(*arguments)
+    assert message in str(found.value)
+
+
+def test_a_folder_whose_weights_are_missing(tmp_path: Path) -> None:
+    model: Any = tiny_llama(layers=1)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(CommandError, match="can't load"):
+        run_command(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["a.png", "a.txt"])
+def test_a_picture_that_can_not_be_drawn_is_refused_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
+) -> None:
+    from fusepatch import importhook
+
+    monkeypatch.setattr(importhook, "is_installed", lambda name: path == "a.txt")
+    expected = r"must end in .png" if path == "a.txt" else r"pip install \"fusepatch\[plot\]\""
+    with pytest.raises(CommandError, match=expected):
+        run_command("--config", "llama", "--plot", tmp_path / path)
+
+
+def test_the_arguments_are_listed_without_importing_torch() -> None:
+    code = (
+        "import argparse, sys\n"
+        "from fusepatch.parity_check.command import add_arguments\n"
+        "parser = argparse.ArgumentParser(); add_arguments(parser); parser.format_help()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert set(command.CONFIG_NAMES) == set(models.CONFIGS)
+
+
+def wrong_usages() -> Iterator[list[str]]:
+    yield []
+    yield ["folder", "--config", "llama"]
+    yield ["--config", "gpt9"]
+    yield ["--config", "llama", "--tokens", "0"]
+    yield ["--config", "llama", "--dtype", "int8"]
+
+
+@pytest.mark.parametrize("arguments", list(wrong_usages()))
+def test_wrong_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_command(*arguments)
+    assert left.value.code == 2
