@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 
 from . import results
-from .cases import ACTIVATIONS, DTYPES, GROUPS, LAYOUTS, Case, parse_shapes
-
-MODES = ("train", "forward", "backward", "memory", "host")
+from .cases import ACTIVATIONS, DTYPES, GROUPS, LAYOUTS, MODES, Case, parse_shapes
 
 
 def _parser() -> argparse.ArgumentParser:

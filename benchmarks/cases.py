@@ -9,6 +9,8 @@ import torch
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ACTIVATIONS = ("silu", "gelu_tanh")
 LAYOUTS = ("separate", "packed")
+MODES = ("train", "forward", "backward", "memory", "host")
+"""Forward and backward with all gradients; each alone; what a stack of eight holds; the host's time for both."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def judge(found: Mapping[str, float], eager: Mapping[str, float]) -> Judgement:
         for name in TENSORS
         if not found[name] <= FACTOR * eager[name] + FLOOR
     ]
-    return Judgement(tuple(over), max(found[name] / max(eager[name], 1e-30) for name in TENSORS))
+    return Judgement(tuple(over), max(found[name] / max(eager[name], 1e-6) for name in TENSORS))
 
 
 def second_backward(built: Built, data: Data, expected: Results, eager: Errors) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
-import importlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,10 @@ from fusepatch import table
 
 from . import check, data, memory, prepare, results, timing
 from .arms import Arm, Built, why_unavailable
-from .cases import HOST_SHAPE, Case
+from .cases import HOST_SHAPE, MODES, Case
 from .results import Figure
 
 BENCHMARK = "gated_mlp"
-TIMED = ("train", "forward", "backward")
-MODES = (*TIMED, "memory", "host")
 
 
 @dataclass(frozen=True)
@@ -74,28 +73,29 @@ def run(options: Options) -> list[Figure]:
 
     if options.dry_run:
         print(_LOUD, flush=True)
-    cases = [*options.cases]
-    host_case = None
-    if "host" in options.modes:
-        host_case = Case(HOST_SHAPE, *_rest_of(cases[0])) if not options.dry_run else cases[-1]
-    _import_libraries(say)
-    reasons = {}
+        torch.set_num_threads(1)  # more would only wait for each other at the sizes of a rehearsal
+    origin = results.provenance(options.dry_run)
+    say(f"{origin.gpu}; {origin.versions}; commit {origin.commit}")
+    plans = _plans(options)
+    reasons: prepare.Reasons = {}
     if not options.dry_run:
-        tried = dict.fromkeys([*cases, *([host_case] if host_case else [])])
-        reasons = prepare.prepare(options.arms, list(tried), options.prepare_seconds, say)
+        cases = list(dict.fromkeys(case for case, _ in plans))
+        reasons = prepare.prepare(options.arms, cases, options.prepare_seconds, say)
     figures: list[Figure] = []
-    modes = tuple(mode for mode in options.modes if mode != "host")
-    plans = [(case, modes) for case in cases] if modes else []
-    plans += [(host_case, ("host",))] if host_case is not None else []
-    for case, wanted in plans:
-        say(f"{case}: {', '.join(wanted)}")
-        entries = _run_case(case, wanted, options, reasons, say)
+    left_out: dict[str, list[str]] = {}
+    for case, modes in plans:
+        say(f"{case}: {', '.join(modes)}")
+        entries = _run_case(case, modes, options, reasons, say)
         of_case = _figures(case, entries)
         figures += of_case
+        for entry in entries:
+            if entry.why_not is not None:
+                left_out.setdefault(f"{entry.arm.name}  {entry.why_not}", []).append(str(case))
         print(_render(case, entries), flush=True)
         if options.save_to is not None:
             for path in results.append(of_case, options.save_to, dry_run=options.dry_run):
                 say(f"appended to {path}")
+    print(_summary(figures, left_out), flush=True)
     say(f"done; run {results.RUN}")
     if options.dry_run:
         print(_LOUD, flush=True)
@@ -110,15 +110,14 @@ _LOUD = """
 """
 
 
-def _rest_of(case: Case) -> tuple[torch.dtype, str, str, str]:
-    return case.dtype, case.activation, case.layout, case.device
-
-
-def _import_libraries(say: Say) -> None:
-    """Before anything is timed, so that an import is not taken for the work of an arm."""
-    for name in ("transformers.models.llama.modeling_llama", "transformers.models.gemma.modeling_gemma"):
-        importlib.import_module(name)
-    say(f"{results.provenance().gpu}; {results.provenance().versions}")
+def _plans(options: Options) -> list[tuple[Case, tuple[str, ...]]]:
+    """The cases with their modes. The host's time is measured last, at a small shape of its own."""
+    modes = tuple(mode for mode in options.modes if mode != "host")
+    plans = [(case, modes) for case in options.cases] if modes else []
+    if "host" in options.modes:
+        case = options.cases[-1]
+        plans.append((case if options.dry_run else dataclasses.replace(case, shape=HOST_SHAPE), ("host",)))
+    return plans
 
 
 # --------------------------------------------------------------------------------------------------------- one case
@@ -128,7 +127,7 @@ def _run_case(case: Case, modes: Sequence[str], options: Options, reasons: prepa
     on_gpu = case.device == "cuda"
     entries = [_Entry(arm) for arm in sorted(options.arms, key=lambda arm: arm.name != "eager")]
     _compile_anew()
-    sets = [data.make(case, seed) for seed in range(_copies(case))]
+    sets = [data.make(case, seed) for seed in range(_copies(case, modes))]
     expected = check.reference(case, sets[0])
     baseline: check.Errors = {}
     for entry in entries:
@@ -155,17 +154,18 @@ def _run_case(case: Case, modes: Sequence[str], options: Options, reasons: prepa
     return entries
 
 
-def _copies(case: Case) -> int:
+def _copies(case: Case, modes: Sequence[str]) -> int:
     if case.device != "cuda":
         return 2
-    if case.shape == HOST_SHAPE:
+    if tuple(modes) == ("host",):
         return 1  # the host's time does not depend on where the numbers are
     return data.copies(case, torch.cuda.get_device_properties().L2_cache_size)
 
 
 def _compile_anew() -> None:
     """Each shape is compiled for itself, as in a program that has this one alone."""
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _make_ready(
@@ -194,6 +194,8 @@ def _make_ready(
                 entry.notes.append(first.note())
     except Exception as error:
         entry.drop(f"unavailable: {check.first_line(error)}")
+        if case.device == "cuda":
+            torch.cuda.synchronize()  # raises where the arm left a device that no other arm can use
         return None
     if judgement.over:
         entry.drop(f"wrong: {judgement.over[0]}")
@@ -203,7 +205,13 @@ def _make_ready(
 
 
 def _time(
-    case: Case, mode: str, entries: Sequence[_Entry], sets: Sequence[data.Data], options: Options, on_gpu: bool, say: Say
+    case: Case,
+    mode: str,
+    entries: Sequence[_Entry],
+    sets: Sequence[data.Data],
+    options: Options,
+    on_gpu: bool,
+    say: Say,
 ) -> None:
     began = time.monotonic()
     by_name = {entry.arm.name: entry for entry in entries}
@@ -303,7 +311,10 @@ def _figures(case: Case, entries: Sequence[_Entry]) -> list[Figure]:
             found.append(Figure(BENCHMARK, str(case), mode, arm, metric, unit, *rounded, len(samples)))
 
         for mode, samples in entry.samples.items():
-            add(mode, "time", "ms", samples)
+            if mode == "host":
+                add(mode, "time", "us", [1e3 * sample for sample in samples])
+            else:
+                add(mode, "time", "ms", samples)
         if entry.error_ratio is not None:
             add("train", "error_ratio", "1", [entry.error_ratio])
         if entry.single_backward is not None:
@@ -347,6 +358,21 @@ def _render(case: Case, entries: Sequence[_Entry]) -> str:
             )
             remarks = ""
     return f"\n{case}\n{table.render(_HEADERS, rows)}\n"
+
+
+def _summary(figures: Sequence[Figure], left_out: dict[str, list[str]]) -> str:
+    """Every median in one table, and why arms are missing: what is read where only the end of the output is kept."""
+    times = [figure for figure in figures if figure.metric == "time"]
+    arms = list(dict.fromkeys(figure.arm for figure in times))
+    rows = []
+    for case, mode, unit in dict.fromkeys((figure.case, figure.mode, figure.unit) for figure in times):
+        medians = {figure.arm: figure.p50 for figure in times if (figure.case, figure.mode) == (case, mode)}
+        floor = medians.get("gemm_floor")
+        cells = [f"{medians[arm]:.4g} {_over(medians[arm], floor)}" if arm in medians else "" for arm in arms]
+        rows.append((case, mode, unit, *cells))
+    lines = [f"medians, and over gemm_floor\n{table.render(('case', 'mode', 'unit', *arms), rows)}", ""]
+    lines += [f"{what} ({len(cases)} of the cases)" for what, cases in left_out.items()]
+    return "\n".join(lines)
 
 
 def _over(number: float, base: float | None) -> str:

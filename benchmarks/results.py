@@ -109,12 +109,15 @@ def provenance(dry_run: bool = False) -> Provenance:
 
 def _versions() -> str:
     found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = fusepatch.__version__ if package == "fusepatch" else None
+    found.update({package: _version(package) for package in _PACKAGES})
     return "; ".join(f"{name} {version}" for name, version in found.items() if version)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return fusepatch.__version__ if package == "fusepatch" else None
 
 
 def _commit() -> str:

@@ -58,7 +58,7 @@ _MOST_FILLER_MS = 60.0
 def measure(steps: Mapping[str, Step], limits: Limits, on_gpu: bool, failed: Failed) -> Samples:
     """Milliseconds per call, one sample per batch. A step that raises is reported to `failed` and left out."""
     if not on_gpu:
-        calls = {name: 1 for name in _warm(steps, _cpu_batch, failed)}
+        calls = dict.fromkeys(_warm(steps, _cpu_batch, failed), 1)
         return _rounds(steps, calls, limits, failed, _cpu_batch)
     calls, host_ms = {}, [0.0]
     for name in _warm(steps, _gpu_batch, failed):
@@ -68,9 +68,7 @@ def measure(steps: Mapping[str, Step], limits: Limits, on_gpu: bool, failed: Fai
             host_ms.append(_host_ms(steps[name], count))
             calls[name] = count
     filler_ms = _with_margin(max(host_ms))
-    return _rounds(
-        steps, calls, limits, failed, lambda step, count, number: _gpu_batch(step, count, number, filler_ms)
-    )
+    return _rounds(steps, calls, limits, failed, lambda step, count, number: _gpu_batch(step, count, number, filler_ms))
 
 
 def measure_host(steps: Mapping[str, Step], limits: Limits, on_gpu: bool, failed: Failed) -> Samples:
@@ -78,9 +76,12 @@ def measure_host(steps: Mapping[str, Step], limits: Limits, on_gpu: bool, failed
     settle = torch.cuda.synchronize if on_gpu else _nothing
 
     def batch(step: Step, calls: int, number: int) -> float:
-        return _cpu_batch(step, calls, number, settle)
+        return _cpu_batch(step, calls, number, settle, warm=2)
 
-    return _rounds(steps, {name: 1 for name in _warm(steps, batch, failed)}, limits, failed, batch)
+    return _rounds(steps, dict.fromkeys(_warm(steps, batch, failed), _HOST_CALLS), limits, failed, batch)
+
+
+_HOST_CALLS = 10
 
 
 _Batch = Callable[[Step, int, int], float]
@@ -143,15 +144,17 @@ def _gpu_batch(step: Step, calls: int, number: int, filler_ms: float = 0.0) -> f
     return float(sum(start.elapsed_time(end) for start, end in events)) / calls
 
 
-def _cpu_batch(step: Step, calls: int, number: int, settle: Callable[[], None] = _nothing) -> float:
+def _cpu_batch(step: Step, calls: int, number: int, settle: Callable[[], None] = _nothing, warm: int = 0) -> float:
+    """With `warm` calls before it that do not count: entering the context leaves the processor's caches cold."""
     total = 0.0
     with step.context():
-        for call in range(calls):
+        for call in range(-warm, calls):
             state = step.before(number * calls + call)
             settle()
             start = time.perf_counter()
             step.timed(state)
-            total += time.perf_counter() - start
+            if call >= 0:
+                total += time.perf_counter() - start
             del state
             step.after()
     return total * 1e3 / calls

@@ -10,35 +10,40 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+_Gradients = tuple[Tensor | None, ...]
 
-def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """A backward that raises when its gradients are differentiated.
 
-    `torch.autograd.function.once_differentiable` does so only where the incoming gradient requires one; under
-    `create_graph=True` with an ordinary loss it returns gradients without a graph, and a gradient penalty is then
-    silently dropped.
+def differentiable_once(backward: Callable[..., _Gradients]) -> Callable[..., _Gradients]:
+    """Makes `backward(ctx, saved, *incoming)` a Function's, whose gradients raise when they are differentiated.
+
+    `saved` are the saved tensors, unpacked once. `torch.autograd.function.once_differentiable` raises only where the
+    incoming gradient requires one; under `create_graph=True` with an ordinary loss it returns gradients without a
+    graph, and a gradient penalty is then silently dropped.
     """
 
     @functools.wraps(backward)
-    def wrapper(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+    def wrapper(ctx: Any, *incoming: Tensor) -> _Gradients:
+        saved = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            return backward(ctx, *incoming)
+            return backward(ctx, saved, *incoming)
         with torch.no_grad():
-            gradients = backward(ctx, *incoming)
-        return tuple(None if gradient is None else _refuse(gradient) for gradient in gradients)
+            gradients = backward(ctx, saved, *incoming)
+        # Whatever the gradients depend on leads to the refusal, so that the engine meets it on the way there.
+        sources = [tensor for tensor in (*incoming, *saved) if tensor is not None and tensor.requires_grad]
+        return tuple(None if gradient is None else _refuse(gradient, sources) for gradient in gradients)
 
     return wrapper
 
 
-def _refuse(gradient: Tensor) -> Tensor:
-    refusing: Tensor = _Refuse.apply(gradient.detach().requires_grad_())  # type: ignore[no-untyped-call]
+def _refuse(gradient: Tensor, sources: list[Tensor]) -> Tensor:
+    refusing: Tensor = _Refuse.apply(gradient.detach().requires_grad_(), *sources)  # type: ignore[no-untyped-call]
     return refusing
 
 
 class _Refuse(Function):
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.clone()  # not a view: the caller may write to it
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> Tensor:
@@ -46,3 +51,22 @@ class _Refuse(Function):
             "trying to differentiate twice through a kernel of fusepatch, which has a first derivative only; "
             "run this part inside `with fusepatch.disabled():`"
         )
+
+
+def tie(*tensors: Tensor) -> Tensor | None:
+    """An empty tensor that autograd knows to depend on `tensors`, to be saved in their stead; None for none.
+
+    It holds no memory of theirs, and leads the engine from a gradient to all that the gradient depends on.
+    """
+    tied: Tensor | None = _Tie.apply(*tensors) if tensors else None  # type: ignore[no-untyped-call]
+    return tied
+
+
+class _Tie(Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)

@@ -89,7 +89,7 @@ def decide(layout: Layout, module: nn.Module, x: Any) -> Verdict:
     reason = guard.why_not_plain_call(x)
     if reason is not None:
         return _declined(reason)
-    if x.layout is not torch.strided or x.is_nested:
+    if x.layout is not torch.strided or x.is_nested or x.is_neg():
         return _declined(Reason.STRIDES)
     if x.dim() == 0:
         return _declined(Reason.SHAPE)

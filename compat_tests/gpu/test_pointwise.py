@@ -32,9 +32,9 @@ def _calls() -> dict[str, int]:
 
 
 LAYOUTS = {
-    "flat": lambda *shape: torch.randn(*shape, device="cuda"),
-    "half of packed": lambda *shape: torch.randn(*shape[:-1], 2 * shape[-1], device="cuda")[..., shape[-1] :],
-    "transposed": lambda a, b, c: torch.randn(b, a, c, device="cuda").transpose(0, 1),
+    "flat": lambda a, b, c, **kind: torch.randn(a, b, c, **kind),
+    "half of packed": lambda a, b, c, **kind: torch.randn(a, b, 2 * c, **kind)[..., c:],
+    "transposed": lambda a, b, c, **kind: torch.randn(b, a, c, **kind).transpose(0, 1),
 }
 
 
@@ -43,11 +43,11 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (3, 5, 331), (2, 129, 11008)])
 def test_against_fp64(shape: tuple[int, ...], layout: str, dtype: torch.dtype, activation: str) -> None:
-    gate, up, dh = (LAYOUTS[layout](*shape).to(dtype) for _ in range(3))
+    gate, up, dh = (LAYOUTS[layout](*shape, dtype=dtype, device="cuda") for _ in range(3))
     assert gate.is_contiguous() is (layout == "flat" or shape[:2] == (1, 1))
 
     def run(backend: choose.Backend, cast: torch.dtype) -> dict[str, Tensor]:
-        leaves = [t.to(cast).requires_grad_() for t in (gate, up)]
+        leaves = [t.detach().to(cast).requires_grad_() for t in (gate, up)]
         h = op.run_act_mul(backend, *leaves, activation)
         return dict(zip(("h", "d_gate", "d_up"), (h, *torch.autograd.grad(h, leaves, dh.to(cast))), strict=True))
 

@@ -1242,7 +1242,7 @@ def test_state_around_the_forward_alone(around: str) -> None:
     assert relative_error(run(), stock) < 1e-6
 
 
-@pytest.mark.parametrize("down_bias", [False, pytest.param(True, marks=fault("F.linear with a bias returns a view"))])
+@pytest.mark.parametrize("down_bias", [False, True])
 @pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (2, 2, 3, 64)], ids=str)
 def test_output_may_be_written_to(shape: tuple[int, ...], down_bias: bool) -> None:
     def run() -> list[Tensor]:
@@ -1274,7 +1274,6 @@ SECOND_DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any
 }
 
 
-@fault("a gradient that was asked for by its inputs finds no way to the node that refuses, and is 0 without a word")
 @pytest.mark.parametrize("frozen_weights", [False, True])
 @pytest.mark.parametrize("name", SECOND_DERIVATIVES)
 def test_second_derivatives_raise(name: str, frozen_weights: bool) -> None:
@@ -1284,7 +1283,6 @@ def test_second_derivatives_raise(name: str, frozen_weights: bool) -> None:
         SECOND_DERIVATIVES[name](lambda x: mlp(x).sum(), tokens(64).detach())
 
 
-@fault("the gradients that refuse a second derivative are views made inside a Function")
 def test_gradients_with_a_graph_may_be_written_to() -> None:
     def run() -> Tensor:
         x = tokens()

@@ -126,6 +126,12 @@ def test_small_differences_count(one: str, other: str) -> None:
     assert fingerprint.of_source(template.format(one)) != fingerprint.of_source(template.format(other))
 
 
+@pytest.mark.parametrize("more", ["*args", "**kwargs", "*, y", "y", "*args, **kwargs"])
+def test_unused_argument_counts(more: str) -> None:
+    template = "def forward(self, x{}):\n    return self.down_proj(x)"
+    assert fingerprint.of_source(template.format("")) != fingerprint.of_source(template.format(f", {more}"))
+
+
 def test_closure_does_not_match() -> None:
     def build(scale: float) -> FunctionType:
         def forward(self, x):
@@ -162,9 +168,15 @@ def test_reads_globals(meant: object, expected: bool) -> None:
     assert not fingerprint.reads_globals(function, {"missing": F})
 
 
-# A file of its own, so that an interpreter without torch can check it: it imports the standard library alone.
+# Imported by its path, and with an empty torch, so that an interpreter that has none can check it.
 OTHER_INTERPRETER = """
-import importlib.util, json, sys
+import importlib.util, json, sys, types
+for name in ("torch", "torch.nn", "torch.nn.functional"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, sys.modules[name])
 spec = importlib.util.spec_from_file_location("fingerprint", sys.argv[1])
 fingerprint = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fingerprint)

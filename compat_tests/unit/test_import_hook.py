@@ -193,7 +193,11 @@ def test_error_of_ours_never_breaks_an_import(
 
 def test_only_classes_that_the_module_defines(write) -> None:
     write(SOURCE + "\nAlias = FakeMLP\nnot_a_class = FakeMLP.forward\nbase = nn.Module\n")
-    write(f"from {FAKE} import FakeMLP\nclass Heir(FakeMLP):\n    pass\n", "modeling_fakemodel_heir")
+    write(SOURCE.replace("FakeMLP", "ForeignMLP"), "layers")
+    write(
+        f"from {FAKE} import FakeMLP\nfrom .layers import ForeignMLP\nclass Heir(FakeMLP): pass",
+        "modeling_fakemodel_heir",
+    )
     fusepatch.accelerate()
     heir = importlib.import_module("transformers.models.fakemodel.modeling_fakemodel_heir").Heir
     assert "forward" not in vars(heir)

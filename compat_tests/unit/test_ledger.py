@@ -77,9 +77,11 @@ def test_a_forked_child_counts(reference_backend: None) -> None:
     mlp = tiny_llama_mlp()
     fusepatch.accelerate()
     mlp(X)
-    with ledger._lock:
-        child = os.fork()
-    if child == 0:
+    ledger._lock.acquire()
+    child = os.fork()
+    if child:
+        ledger._lock.release()
+    else:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(5)
         try:
@@ -91,6 +93,24 @@ def test_a_forked_child_counts(reference_backend: None) -> None:
             os._exit(99)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (2, 3)
     assert totals("calls") == {"fused": 1}
+
+
+# Found: native_calls() iterates over the live dictionary.
+def test_native_calls_while_another_thread_counts() -> None:
+    record = Record("gated_mlp", "transformers", "Some", calls={FUSED: 1, original(Reason.CPU): 1})
+
+    def interrupt(frame, event, argument):
+        if frame.f_code.co_filename == ledger.__file__ and frame.f_code.co_name == "<genexpr>":
+            record.calls[original(Reason.DTYPE)] = 1
+        return interrupt
+
+    tracer = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        found = record.native_calls()
+    finally:
+        sys.settrace(tracer)
+    assert found == 1
 
 
 class _MeanwhileAnotherThread(dict):

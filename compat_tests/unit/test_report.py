@@ -143,9 +143,9 @@ class TestStatus:
     def test_summary_adds_up(self, monkeypatch: pytest.MonkeyPatch, reference_backend: None) -> None:
         model, mlp = tiny_llama(), tiny_llama_mlp(mlp_bias=True)
         fusepatch.accelerate()
-        model(TOKENS), mlp(X), mlp(X[:0])
+        model(TOKENS), mlp(X), mlp(X[:0]), mlp(X[:0])
         part = next(part for part in fusepatch.status().summary().split(" | ") if "transformers" in part)
-        assert "fused 2, pointwise 1, original 1 (declined: bias 1, zero-tokens 1)" in part
+        assert "fused 2, pointwise 1, original 2 (declined: zero-tokens 2, bias 1)" in part
 
     def test_shown_by_a_notebook(self) -> None:
         printed: list[str] = []

@@ -33,6 +33,10 @@ def classes() -> list[type[nn.Module]]:
     return [value for value in found if isinstance(value, type) and issubclass(value, nn.Module)]
 
 
+STOCK = {kind: list(vars(kind).items()) for kind in classes()}
+"""Before anything was ever patched: what puts a name back at the end shows only the first time."""
+
+
 def patched_classes() -> list[type[nn.Module]]:
     """The classes that `accelerate()` patches, by asking it."""
     with fusepatch.accelerated():
@@ -72,14 +76,13 @@ def test_every_kind_of_class_is_patched() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_every_class_is_as_it_was(rounds: int) -> None:
-    before = [(kind, list(vars(kind).items())) for kind in classes()]
     for _ in range(rounds):
         fusepatch.accelerate()
-        assert any(list(vars(kind).items()) != items for kind, items in before)
+        assert all(list(vars(kind).items()) != STOCK[kind] for kind in PATCHED)
         fusepatch.restore()
-        for kind, items in before:
-            assert list(vars(kind)) == [name for name, _ in items]
-            assert all(vars(kind)[name] is value for name, value in items)
+        for kind in PATCHED:
+            assert list(vars(kind)) == [name for name, _ in STOCK[kind]]
+            assert all(vars(kind)[name] is value for name, value in STOCK[kind])
 
 
 @pytest.mark.parametrize("kind", PATCHED, ids=lambda kind: kind.__name__)
@@ -293,6 +296,21 @@ def test_theirs_inside_a_block_that_turned_ours_off(monkeypatch: pytest.MonkeyPa
     assert LlamaMLP.forward is other.forward
 
 
+# Found: where theirs lies over ours, what the block had turned off inside it stays off.
+def test_theirs_over_ours_before_a_block_that_turns_ours_off(
+    monkeypatch: pytest.MonkeyPatch, reference_backend: None, other: OtherLibrary
+) -> None:
+    fusepatch.accelerate()
+    other.on()
+    monkeypatch.setenv("FUSEPATCH", "0")
+    with fusepatch.accelerated():
+        tiny_llama_mlp()(X)
+    assert fusepatch.status().native_calls() == 0
+    tiny_llama_mlp()(X)
+    assert (fusepatch.status().native_calls(), other.calls) == (1, 2)
+    assert llama_status().state == "wrapped"
+
+
 # Found: _forget_counts() reads vars(owner)["forward"], which another library may have deleted.
 def test_forward_deleted_in_between() -> None:
     class Child(LlamaMLP):
@@ -372,7 +390,9 @@ def test_pickle_does_not_mention_us(reference_backend: None) -> None:
 # -------------------------------------------------------------------------------------------------- torch.compile
 
 
-def test_compiled_model(reference_backend: None) -> None:
+def test_compiled_model(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    resets, reset = [], torch._dynamo.reset
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: (resets.append(1), reset()))
     model, tokens = tiny_llama(layers=1), torch.arange(5)[None]
     graphs: list[torch.fx.GraphModule] = []
 
@@ -394,6 +414,10 @@ def test_compiled_model(reference_backend: None) -> None:
     assert len(graphs) == 2
     assert llama_status().traces == {"compiling": 1}
 
-    fusepatch.restore()
     compiled(tokens, use_cache=False)
+    for _ in range(2):
+        fusepatch.restore()
+        fusepatch.accelerate()
+        model(tokens)
+    assert resets == [1]  # never where nothing was traced: it drops everybody's compiled code
     assert len(graphs) == 2

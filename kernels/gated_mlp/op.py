@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from ...decline import Route
-from ..autograd import differentiable_once
+from ..autograd import differentiable_once, tie
 from .choose import ACTIVATIONS, Backend, Problem, for_op, load
 
 # ---------------------------------------------------------------------------------------------------- public ops
@@ -48,6 +48,7 @@ def gated_mlp(
     Follows `LlamaMLP` of Hugging Face transformers, with one rounding of the product instead of two. Raises
     ValueError for shapes, dtypes, devices or an activation that do not fit.
     """
+    _require("up_weight", up_weight)
     return run_gated_mlp(
         None, x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, recompute
     )
@@ -78,6 +79,7 @@ def act_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
 
     Saves gate and up. Raises ValueError for shapes, dtypes, devices or an activation that do not fit.
     """
+    _require("up", up)
     return run_act_mul(None, gate, up, activation)
 
 
@@ -103,15 +105,27 @@ def run_gated_mlp(
 ) -> Tensor:
     """`gated_mlp`, or `gated_mlp_packed` where up_weight is None. With a backend given, the inputs were checked."""
     tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    chosen_here = backend is None
     if backend is None:
         backend = _check_gated_mlp(tensors, activation)
+    if chosen_here and torch._C._is_any_autocast_enabled():
+        # Called directly the op computes in the dtype it is given; backward passes run without autocast in any case.
+        with torch.autocast(x.device.type, enabled=False):
+            return run_gated_mlp(backend, *tensors, activation, recompute)
     call = _Call(backend, activation, recompute, packed=up_weight is None)
     # Both are read here and not inside apply(), where grad mode is always off.
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        result: Tensor = _GatedMLP.apply(call, *tensors)  # type: ignore[no-untyped-call]
-        return result
-    h_MI, _ = call.forward(_rows(x), gate_weight, up_weight, gate_bias, up_bias, want_gate_up=False)
-    return _project_down(h_MI, x, down_weight, down_bias)
+        # What needs a gradient, and is not saved (see _GatedMLP.forward) because no first derivative reads it.
+        needs = [tensor is not None and tensor.requires_grad for tensor in tensors]
+        x_is_saved, weights_are_saved = needs[1] or needs[2] or recompute, needs[0] or recompute
+        is_saved = (x_is_saved, weights_are_saved, weights_are_saved, True, recompute, recompute, True)
+        unsaved = [t for t, need, saved in zip(tensors, needs, is_saved, strict=True) if need and not saved]
+        out_MH: Tensor = _GatedMLP.apply(call, tie(*unsaved), *tensors)  # type: ignore[no-untyped-call,arg-type]
+    else:
+        h_MI, _ = call.forward(_rows(x), gate_weight, up_weight, gate_bias, up_bias, want_gate_up=False)
+        out_MH = F.linear(h_MI, down_weight, down_bias)
+    # Out here, since autograd lets nobody write to a view that was made inside a Function.
+    return out_MH.view(*x.shape[:-1], down_weight.shape[0])
 
 
 def run_act_mul(backend: Backend | None, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
@@ -166,13 +180,14 @@ class _Call:
 
 
 class _GatedMLP(Function):
-    """Inputs after `call`: x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias."""
+    """Inputs: call, a tie to what is not saved (for second derivatives), then x, gate_weight, up_weight, down_weight,
+    gate_bias, up_bias, down_bias. Output: [M, H]."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: _Call, tied: Tensor | None, *tensors: Tensor | None) -> Tensor:
         x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
         assert x is not None and gate_weight is not None and down_weight is not None
-        needs = ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[2:]
         need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, _ = needs
         past_gate_up = need_x or need_gate or need_up or need_gate_bias or need_up_bias
         keep_gate_up = past_gate_up and not call.recompute
@@ -195,15 +210,16 @@ class _GatedMLP(Function):
             up_bias if recompute else None,
             gate_up_M2I,
             h_MI if need_down and not past_gate_up and not recompute else None,
+            tied,
         )
-        return _project_down(h_MI, x, down_weight, down_bias)
+        return F.linear(h_MI, down_weight, down_bias)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = ctx.needs_input_grad[1:]
-        x, gate_weight, up_weight, down_weight, gate_bias, up_bias, gate_up_M2I, h_MI = ctx.saved_tensors
+        need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = ctx.needs_input_grad[2:]
+        x, gate_weight, up_weight, down_weight, gate_bias, up_bias, gate_up_M2I, h_MI, _ = saved
         x_MH: Any = None if x is None else _rows(x)
         dout_MH = _rows(dout)
 
@@ -231,6 +247,7 @@ class _GatedMLP(Function):
         d_down_bias = dout_MH.sum(0) if need_down_bias else None
         return (
             None,
+            None,
             None if dx is None else dx.view(ctx.x_shape),
             d_gate_weight,
             d_up_weight,
@@ -254,9 +271,9 @@ class _ActMul(Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, dh: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, saved: tuple[Any, ...], dh: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
         _, _, need_gate, need_up = ctx.needs_input_grad
-        gate, up = ctx.saved_tensors
+        gate, up = saved
         d_first = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if need_gate else None
         d_second = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if need_up else None
         if ctx.packed:
@@ -278,11 +295,6 @@ def _halves(gate: Any, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate[..., :inner], gate[..., inner:]
 
 
-def _project_down(h_MI: Tensor, x: Tensor, down_weight: Tensor, down_bias: Tensor | None) -> Tensor:
-    """`h Wd^T + bd` in the shape of `x`; not as a view, which autograd would refuse to let the caller write to."""
-    return F.linear(h_MI.view(*x.shape[:-1], h_MI.shape[-1]), down_weight, down_bias)
-
-
 def _rows(t: Tensor) -> Tensor:
     """`t [..., W]` as `[M, W]` rows of unit inner stride: a view where the layout allows it, else a copy."""
     rows = t.reshape(-1, t.shape[-1]) if t.numel() else t.new_empty(t.shape[:-1].numel(), t.shape[-1])
@@ -296,9 +308,11 @@ def _rows(t: Tensor) -> Tensor:
 def _check_gated_mlp(tensors: tuple[Tensor | None, ...], activation: str) -> Backend:
     """Raises ValueError for what does not fit, else chooses the backend."""
     x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
-    assert x is not None and gate_weight is not None and down_weight is not None
     packed = up_weight is None
-    _check_common(tensors, activation)
+    names = ("x", "gate_up_weight" if packed else "gate_weight", "up_weight", "down_weight")
+    biases = ("gate_up_bias" if packed else "gate_bias", "up_bias", "down_bias")
+    _check_common(dict(zip((*names, *biases), tensors, strict=True)), activation, optional=("up_weight", *biases))
+    assert x is not None and gate_weight is not None and down_weight is not None
     if gate_weight.dim() != 2 or down_weight.dim() != 2 or x.dim() < 1:
         raise ValueError(
             f"x must be [..., H] and the weights matrices, got {_shapes(x=x, gate=gate_weight, down=down_weight)}"
@@ -325,7 +339,7 @@ def _check_gated_mlp(tensors: tuple[Tensor | None, ...], activation: str) -> Bac
 
 
 def _check_act_mul(gate: Tensor, up: Tensor | None, activation: str) -> Backend:
-    _check_common((gate, up), activation)
+    _check_common({"gate" if up is not None else "gate_up": gate, "up": up}, activation, optional=("up",))
     if up is None and (gate.dim() < 1 or gate.shape[-1] % 2):
         raise ValueError(f"gate_up must be [..., 2*I], got {_shapes(gate_up=gate)}")
     if up is not None and (gate.shape != up.shape or gate.dim() < 1):
@@ -336,17 +350,26 @@ def _check_act_mul(gate: Tensor, up: Tensor | None, activation: str) -> Backend:
     return for_op(problem, gate.shape[:-1].numel(), *halves)
 
 
-def _check_common(tensors: tuple[Tensor | None, ...], activation: str) -> None:
+def _check_common(tensors: dict[str, Tensor | None], activation: str, optional: tuple[str, ...]) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    present = [tensor for tensor in tensors if tensor is not None]
-    for tensor in present:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
-    kinds = {(tensor.dtype, tensor.device) for tensor in present}
-    if len(kinds) > 1 or not present[0].dtype.is_floating_point:
-        listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ValueError(f"all tensors must have one floating dtype and one device, got {listed}")
+    present: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor is not None or name not in optional:
+            present[name] = _require(name, tensor)
+    first_name, first = next(iter(present.items()))
+    for name, tensor in present.items():
+        if not tensor.dtype.is_floating_point or (tensor.dtype, tensor.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"all tensors must have one floating dtype and one device, got {name} in {tensor.dtype} on "
+                f"{tensor.device}, and {first_name} in {first.dtype} on {first.device}"
+            )
+
+
+def _require(name: str, tensor: object) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    return tensor
 
 
 def _shapes(**tensors: Tensor) -> str:

@@ -167,7 +167,7 @@ def calls_of(model: nn.Module, names: Sequence[str]) -> Iterator[list[Call]]:
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            calls.append(Call(name, x.numel() // x.shape[-1] if x is not None and x.dim() and x.numel() else None))
+            calls.append(Call(name, x.numel() // x.shape[-1] if x is not None and x.dim() and x.shape[-1] else None))
 
         return hook
 

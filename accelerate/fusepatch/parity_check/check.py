@@ -204,8 +204,9 @@ def _expect(model: nn.Module, names: tuple[str, ...], found: _Found) -> None:
         explained[tokens] = explain(model) if tokens is None else explain(model, tokens=tokens)
     found.native_expected = 0
     for call in found.calls:
-        row = next(row for row in explained[call.tokens].modules if row.name == (call.module or _ITSELF))
-        if row.op not in names:
+        rows = explained[call.tokens].modules
+        row = next((row for row in rows if row.name == (call.module or _ITSELF)), None)
+        if row is None or row.op not in names:
             continue
         if row.route != Route.ORIGINAL.value:
             found.native_expected += 1
