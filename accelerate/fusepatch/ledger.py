@@ -43,7 +43,7 @@ class Record:
 
     def native_calls(self) -> int:
         """Calls that one of our routes served."""
-        return sum(count for made, count in self.calls.items() if made.route is not Route.ORIGINAL)
+        return sum(count for made, count in list(self.calls.items()) if made.route is not Route.ORIGINAL)
 
 
 def count(record: Record, made: Decision, module: object) -> None:

@@ -94,7 +94,7 @@ def ours_within(function: Any) -> ForwardPatch | None:
 
 def apply(patch: ForwardPatch) -> None:
     """Puts our forward in place, unless it is there already, alone or inside another library's wrapper."""
-    if ours_within(vars(patch.owner).get("forward")) is not patch:
+    if vars(patch.owner).get("forward") is patch.original:
         setattr(patch.owner, "forward", patch.replacement)
     patch.switch.off = None
 
