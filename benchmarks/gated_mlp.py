@@ -159,7 +159,7 @@ def _copies(case: Case, modes: Sequence[str]) -> int:
         return 2
     if tuple(modes) == ("host",):
         return 1  # the host's time does not depend on where the numbers are
-    return data.copies(case, torch.cuda.get_device_properties().L2_cache_size)
+    return data.copies(case, torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
 def _compile_anew() -> None:
