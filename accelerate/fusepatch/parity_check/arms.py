@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import entry
 from .bound import TensorName
-from .surroundings import exact_arithmetic, poisoned_memory, random_numbers
+from .surroundings import poisoned_memory, random_numbers
 
 Build = Callable[[], nn.Module]
 Batch = Mapping[str, Any] | Sequence[Any]
@@ -159,9 +159,8 @@ class Call:
     tokens: int | None
 
 
-@contextlib.contextmanager
-def calls_of(model: nn.Module, names: Sequence[str]) -> Iterator[list[Call]]:
-    """The calls of the modules named, recomputations included, as they come."""
+def watch_calls(model: nn.Module, names: Sequence[str]) -> list[Call]:
+    """A list that fills with the calls of the modules named, recomputations included, as they come."""
     calls: list[Call] = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -172,20 +171,9 @@ def calls_of(model: nn.Module, names: Sequence[str]) -> Iterator[list[Call]]:
         return hook
 
     modules = dict(model.named_modules())
-    handles = [modules[name].register_forward_pre_hook(watch(name), with_kwargs=True) for name in names]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def reference_arm(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Widens `model`; the library's own code, in exact arithmetic. Yields notes on that."""
-    widen(model)
-    with entry.disabled(), exact_arithmetic(model) as notes:
-        yield notes
+    for name in names:
+        modules[name].register_forward_pre_hook(watch(name), with_kwargs=True)
+    return calls
 
 
 def run(model: nn.Module, options: Options, ops: tuple[str, ...], dtype: torch.dtype | None = None) -> Result:

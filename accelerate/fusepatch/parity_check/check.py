@@ -20,6 +20,7 @@ from . import arms, bound
 from .arms import Batch, Build, Call, Counts, Loss, Options, Result, Source
 from .bound import TensorError, TensorName
 from .report import ParityReport, Verdict
+from .surroundings import exact_arithmetic
 
 _ITSELF = "(the model itself)"
 _ALL_OPS = tuple(settings.OPS)
@@ -61,7 +62,7 @@ def parity(
         _run_reference(source, options, found)
         if not found.baseline_failed:
             _run_unpatched(source, options, found)
-    if not found.baseline_failed and not found.native_in_baseline:
+    if not found.baseline_failed:
         _run_patched(source, options, names, None if ops is None else names, found)
     return _report(found, names, seed)
 
@@ -126,7 +127,8 @@ def _run_reference(source: Source, options: Options, found: _Found) -> None:
     found.device = _name_of(tensors[0].device) if tensors else "cpu"
     dtype = arms.reference_dtype(model)
     found.reference_dtype = str(dtype).removeprefix("torch.")
-    with arms.reference_arm(model) as notes:
+    arms.widen(model)
+    with exact_arithmetic(model) as notes:
         found.notes += notes
         result = arms.run(model, options, _ALL_OPS, dtype)
     # On the CPU until the last arm has been compared with it.
@@ -143,9 +145,8 @@ def _run_reference(source: Source, options: Options, found: _Found) -> None:
 def _run_unpatched(source: Source, options: Options, found: _Found) -> None:
     model = source.make()
     candidates = ["" if row.name == _ITSELF else row.name for row in explain(model).modules]
-    with arms.calls_of(model, candidates) as calls:
-        result = arms.run(model, options, _ALL_OPS)
-    found.calls = calls
+    found.calls = arms.watch_calls(model, candidates)
+    result = arms.run(model, options, _ALL_OPS)
     found.off_unpatched = _compare(result, found)
     found.unpatched = _without_tensors(result)
     broken = [name for name, error in found.off_unpatched.items() if not math.isfinite(error)]
@@ -160,8 +161,7 @@ def _run_unpatched(source: Source, options: Options, found: _Found) -> None:
 def _run_patched(
     source: Source, options: Options, names: tuple[str, ...], ops: tuple[str, ...] | None, found: _Found
 ) -> None:
-    with entry.disabled():
-        model = source.make()
+    model = source.make()
     if not any(_finds_something(target, model) for name in names for target in catalogue.targets_of(name)):
         _expect(model, names, found)
         found.notes.append("the patched arm did not run: there is nothing to patch")
