@@ -77,6 +77,7 @@ def test_quick(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a minute on two idle cores
+@pytest.mark.usefixtures("small")  # so that the classes were imported before the snapshot that `show()` takes
 def test_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, figures = show(tmp_path, capsys)
     check(code, out, figures, layers=30)

