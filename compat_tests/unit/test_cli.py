@@ -34,12 +34,13 @@ def model(tmp_path: Path) -> str:
 
 def check_refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     """The one line that the command refused with, before it did or printed anything."""
+    before = fusepatch.status().to_dict()
     assert cli.main([str(word) for word in argv]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("fusepatch: ")
     assert err.count("\n") == 1
-    assert not any(target.classes for target in fusepatch.status().targets)
+    assert fusepatch.status().to_dict() == before
     return err
 
 
