@@ -131,11 +131,10 @@ print(fusepatch.status())
 fusepatch.restore()
 assert not any("fusepatch" in type(finder).__module__ for finder in sys.meta_path)
 from pathlib import Path
-ours = [Path(fusepatch.__file__).parent.resolve(), *(Path(fusepatch.__file__).parent / part for part in ("shims", "kernels"))]
-ours = [folder.resolve() for folder in ours]
-assert not any(
-    folder in Path(kind.forward.__code__.co_filename).resolve().parents for kind in (LlamaMLP, GatedMLP) for folder in ours
-)
+package = Path(fusepatch.__file__).parent
+ours = [folder.resolve() for folder in (package, package / "shims", package / "kernels")]
+for kind in (LlamaMLP, GatedMLP):
+    assert not set(ours) & set(Path(kind.forward.__code__.co_filename).resolve().parents)
 assert not torch.cuda.is_initialized()
 """
 )
