@@ -10,7 +10,7 @@ RUN := env -u PYTHONPATH -u PYTHONHOME HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 H
 	TOKENIZERS_PARALLELISM=false $(BIN)
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-all gpu-test lint docs-tables clean python env-demo env-test
+.PHONY: help demo test test-all gpu-test lint docs-tables clean python env-demo env-test upstream-sources
 .NOTPARALLEL:
 
 help:
@@ -37,10 +37,10 @@ help:
 demo: env-demo
 	@$(RUN)/fusepatch demo $(DEMO_ARGS)
 
-test: lint
+test: lint upstream-sources
 	@$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: lint
+test-all: lint upstream-sources
 	@$(PYTEST) -m "not gpu" --timeout 1200 $(PYTEST_ARGS)
 
 gpu-test: python
@@ -57,6 +57,10 @@ docs-tables: env-test
 
 env-demo env-test: env-%: python
 	@$(PYTHON) scripts/environment.py $*
+
+# transformers' own tests, which the tests run: here, since those stay off the network.
+upstream-sources: env-test
+	@$(RUN)/python compat_tests/upstream/transformers_source.py
 
 # Before any of our files is read, so that an old Python gives a sentence and not a syntax error.
 python:
