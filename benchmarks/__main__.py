@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import results
@@ -24,12 +25,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--modes",
-        default=",".join(MODES),
-        help=f"comma list of {', '.join(MODES)} (default: all). memory: a stack of eight MLPs. host: the host's time, "
-        "at a small shape of its own",
+        help=f"comma list of {', '.join(MODES)} (default: all, of decode shapes forward alone). memory: a stack of "
+        "eight MLPs. host: the host's time, at a small shape of its own",
     )
     run.add_argument("--dtype", choices=DTYPES, default="bf16")
-    run.add_argument("--activation", choices=ACTIVATIONS, default="silu")
+    run.add_argument("--activation", default="silu", help=f"comma list of {', '.join(ACTIVATIONS)} (default: silu)")
     run.add_argument("--layout", choices=LAYOUTS, default="separate", help="of gate and up in the stock module")
     run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, for the harness itself")
     run.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         default=120.0,
         help="within which an arm must have compiled and tuned for all shapes (default: 120)",
     )
+    run.add_argument("--logs", type=Path, metavar="FOLDER", help="keeps what arms printed while they were tried")
     run.add_argument("--save", action="store_true", help="append the rows to the results")
     run.add_argument("--results", type=Path, default=results.RESULTS, help="the folder to append to with --save")
     run.set_defaults(run=_gated_mlp)
@@ -88,16 +89,23 @@ def _positive_int(text: str) -> int:
     return int(_positive(text)) or 1
 
 
+def _known(text: str, kind: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The words of a comma list. Raises ValueError for one that is not known."""
+    words = tuple(text.split(","))
+    for word in words:
+        if word not in known:
+            raise ValueError(f"there is no {kind} {word!r}: known are {', '.join(known)}")
+    return words
+
+
 def _gated_mlp(arguments: argparse.Namespace) -> None:
     import torch
 
     from . import arms, gated_mlp, timing
 
     on_cpu = arguments.device == "cpu"
-    modes = tuple(arguments.modes.split(","))
-    unknown = [mode for mode in modes if mode not in MODES]
-    if unknown:
-        raise ValueError(f"there is no mode {unknown[0]!r}: the modes are {', '.join(MODES)}")
+    modes = None if arguments.modes is None else _known(arguments.modes, "mode", MODES)
+    activations = _known(arguments.activation, "activation", ACTIVATIONS)
     if not on_cpu and not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here. --device cpu rehearses the harness")
     if on_cpu and arguments.save and arguments.results.resolve() == results.RESULTS.resolve():
@@ -108,11 +116,14 @@ def _gated_mlp(arguments: argparse.Namespace) -> None:
         gated_mlp.Options(
             arms=tuple(arms.select(arguments.arms)),
             cases=tuple(
-                Case(shape, dtype, arguments.activation, arguments.layout, arguments.device) for shape in shapes
+                Case(shape, dtype, activation, arguments.layout, arguments.device)
+                for activation in activations
+                for shape in shapes
             ),
             modes=modes,
             limits=timing.Limits(arguments.repeats, arguments.seconds_per_case),
             prepare_seconds=arguments.prepare_seconds,
+            logs=arguments.logs,
             save_to=arguments.results if arguments.save else None,
         )
     )

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +67,10 @@ class Arm:
     """Whether eight of it can be stacked: what the memory of a model is judged by."""
     compiles: bool = False
     """Compiles for long, or may crash: tried in a process of its own first, which also fills the caches on disk."""
+    shares: Callable[[Case], Hashable] = lambda case: case
+    """Cases of one value share what they compile: only the first of them is tried."""
+    apart: bool = False
+    """Each of those that are tried has a process of its own, since one after the other takes too long."""
     tunes: bool = False
     """That process measures candidates and keeps the result on disk, so it must have the GPU to itself."""
     by_default: bool = True
@@ -328,6 +332,8 @@ def _variant(route: str, backend: choose.Backend) -> Arm:
         devices=("cuda",) if backend.native else ("cpu", "cuda"),
         layouts=("separate", "packed"),
         context=lambda case: _accelerated(case, variables, strict=True),
+        compiles=backend.native,  # and has its self-check, whose verdict is kept on disk
+        shares=lambda case: (case.activation, case.dtype),
         by_default=False,
     )
 
@@ -347,6 +353,7 @@ def _quack_arm(interleaved: bool, tuned: bool) -> Arm:
         capability=(9, 0),
         dtypes=_HALVES,
         compiles=True,
+        shares=(lambda case: case) if tuned else (lambda case: (case.activation, case.dtype)),
         tunes=tuned,
         by_default=not tuned,
     )
@@ -375,7 +382,16 @@ ARMS: tuple[Arm, ...] = (
         layouts=("separate", "packed"),
         compiles=True,
     ),
-    Arm("fla", "FLA's GatedMLP, unpatched", _fla, packages=("fla",), activations=("silu",)),
+    Arm(
+        "fla",
+        "FLA's GatedMLP, unpatched",
+        _fla,
+        packages=("fla",),
+        activations=("silu",),
+        compiles=True,  # 60 candidates
+        shares=lambda case: (case.shape.inner, case.dtype),
+        apart=True,
+    ),
     Arm(
         "liger",
         "Liger's forward on that module",
@@ -392,7 +408,9 @@ ARMS: tuple[Arm, ...] = (
         capability=(9, 0),
         dtypes=_HALVES,
         activations=("silu",),
-        compiles=True,
+        compiles=True,  # 96 candidates, and how tokens divide is compiled in
+        shares=lambda case: (case.shape.tokens == 1, case.shape.tokens % 16 == 0, case.dtype),
+        apart=True,
     ),
     Arm(
         "cudnn",
@@ -401,7 +419,8 @@ ARMS: tuple[Arm, ...] = (
         packages=("cudnn",),
         dtypes=(torch.bfloat16,),
         activations=("silu",),
-        compiles=True,
+        compiles=True,  # but none of its plans stay on disk: tried once, because it may crash
+        shares=lambda case: case.dtype,
     ),
     Arm(
         "fusepatch",
@@ -410,6 +429,8 @@ ARMS: tuple[Arm, ...] = (
         devices=("cpu", "cuda"),
         layouts=("separate", "packed"),
         context=lambda case: _accelerated(case, {}, strict=False),
+        compiles=True,  # and has its self-check, whose verdict is kept on disk
+        shares=lambda case: (case.activation, case.dtype),
     ),
     *(
         _variant(route.value, backend)

@@ -39,6 +39,12 @@ GROUPS: dict[str, tuple[Shape, ...]] = {
 ALL = ("bench", "decode", "odd")
 """What `all` means."""
 
+
+def modes_of(shape: Shape) -> tuple[str, ...]:
+    """The modes that say something of a shape: nobody trains on a handful of tokens."""
+    return ("forward",) if shape in GROUPS["decode"] else MODES
+
+
 HOST_SHAPE = Shape(64, 1024, 3072)
 """Where the GPU is done before the host is: the shape at which the host's own time is measured."""
 

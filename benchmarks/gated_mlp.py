@@ -15,9 +15,9 @@ import torch
 
 from fusepatch import table
 
-from . import check, data, memory, prepare, results, timing
+from . import check, data, memory, prepare, results, timing, tuning
 from .arms import Arm, Built, why_unavailable
-from .cases import HOST_SHAPE, MODES, Case
+from .cases import HOST_SHAPE, Case, modes_of
 from .results import Figure
 
 BENCHMARK = "gated_mlp"
@@ -29,9 +29,12 @@ class Options:
 
     arms: tuple[Arm, ...]
     cases: tuple[Case, ...]
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] | None = None
+    """None for those that suit each shape."""
     limits: timing.Limits = field(default_factory=lambda: timing.Limits(repeats=50, seconds=4.0))
     prepare_seconds: float = 120.0
+    logs: Path | None = None
+    """The folder that keeps what arms printed while they were tried."""
     save_to: Path | None = None
 
     @property
@@ -79,13 +82,14 @@ def run(options: Options) -> list[Figure]:
     plans = _plans(options)
     reasons: prepare.Reasons = {}
     if not options.dry_run:
+        tuning.measure_briefly()
         cases = list(dict.fromkeys(case for case, _ in plans))
-        reasons = prepare.prepare(options.arms, cases, options.prepare_seconds, say)
+        reasons = prepare.prepare(options.arms, cases, options.prepare_seconds, say, options.logs)
     figures: list[Figure] = []
     left_out: dict[str, list[str]] = {}
     for case, modes in plans:
         say(f"{case}: {', '.join(modes)}")
-        entries = _run_case(case, modes, options, reasons, say)
+        entries = _run_case_or_say_why(case, modes, options, reasons, say)
         of_case = _figures(case, entries)
         figures += of_case
         for entry in entries:
@@ -112,15 +116,33 @@ _LOUD = """
 
 def _plans(options: Options) -> list[tuple[Case, tuple[str, ...]]]:
     """The cases with their modes. The host's time is measured last, at a small shape of its own."""
-    modes = tuple(mode for mode in options.modes if mode != "host")
-    plans = [(case, modes) for case in options.cases] if modes else []
-    if "host" in options.modes:
-        case = options.cases[-1]
+    wanted = {case: modes_of(case.shape) if options.modes is None else options.modes for case in options.cases}
+    without_host = {case: tuple(mode for mode in modes if mode != "host") for case, modes in wanted.items()}
+    plans = [(case, modes) for case, modes in without_host.items() if modes]
+    with_host = [case for case, modes in wanted.items() if "host" in modes]
+    if with_host:
+        case = with_host[0]
         plans.append((case if options.dry_run else dataclasses.replace(case, shape=HOST_SHAPE), ("host",)))
     return plans
 
 
 # --------------------------------------------------------------------------------------------------------- one case
+
+
+def _run_case_or_say_why(
+    case: Case, modes: Sequence[str], options: Options, reasons: prepare.Reasons, say: Say
+) -> list[_Entry]:
+    """`_run_case`; a fault of the device, after which nothing runs in this process, ends the case and not the run."""
+    try:
+        return _run_case(case, modes, options, reasons, say)
+    except RuntimeError as error:
+        why = f"unavailable: the case ended with {check.first_line(error)}"
+    say(f"  {why}")
+    entries = [_Entry(arm) for arm in options.arms]
+    for entry in entries:
+        entry.drop(why)
+    _free(case.device == "cuda")
+    return entries
 
 
 def _run_case(case: Case, modes: Sequence[str], options: Options, reasons: prepare.Reasons, say: Say) -> list[_Entry]:
@@ -182,7 +204,7 @@ def _make_ready(
     if why_not is None:
         why_not = reasons.get((arm.name, case))
     if why_not is not None:
-        entry.drop(why_not if why_not.startswith("wrong") else f"unavailable: {why_not}")
+        entry.drop(f"unavailable: {why_not}")
         return None
     try:
         with arm.context(case):
@@ -194,8 +216,7 @@ def _make_ready(
                 entry.notes.append(first.note())
     except Exception as error:
         entry.drop(f"unavailable: {check.first_line(error)}")
-        if case.device == "cuda":
-            torch.cuda.synchronize()  # raises where the arm left a device that no other arm can use
+        _raise_if_device_is_lost(case)
         return None
     if judgement.over:
         entry.drop(f"wrong: {judgement.over[0]}")
@@ -220,6 +241,7 @@ def _time(
     def failed(name: str, what: str) -> None:
         by_name[name].drop(f"unavailable: in {mode}: {what}")
         say(f"  {name}: {by_name[name].why_not}")
+        _raise_if_device_is_lost(case)
 
     measure = timing.measure_host if mode == "host" else timing.measure
     for name, samples in measure(steps, options.limits, on_gpu, failed).items():
@@ -272,6 +294,7 @@ def _check_again(
             wrong = check.second_backward(entry.built[0], numbers, expected, baseline)
     except Exception as error:
         entry.drop(f"wrong: after timing, {check.first_line(error)}")
+        _raise_if_device_is_lost(case)
         return
     entry.single_backward = wrong is not None
     if wrong is not None:
@@ -287,7 +310,14 @@ def _weigh(case: Case, entries: Sequence[_Entry], say: Say) -> None:
                 entry.held = memory.measure(entry.arm, case)
             except Exception as error:
                 entry.notes.append(f"memory unavailable: {check.first_line(error)}")
+                _raise_if_device_is_lost(case)
     say(f"  memory ({time.monotonic() - began:.1f} s)")
+
+
+def _raise_if_device_is_lost(case: Case) -> None:
+    """Raises after a fault that leaves a device which no other arm can use."""
+    if case.device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _free(on_gpu: bool) -> None:

@@ -1,0 +1,48 @@
+"""How Triton's autotuners, of which some peers are made, choose among their candidates here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+WARM_UP_MS, MEASURE_MS = 10, 40
+"""For each candidate. With Triton's own 25 and 100 the 156 candidates of two peers take half a minute per shape."""
+
+
+def compile_only() -> None:
+    """Runs each candidate once and keeps no choice on disk: for processes that share the GPU with others."""
+    tuner = _autotuner()
+    if tuner is None:
+        return
+
+    def run_once(self: Any, kernel_call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+        kernel_call()
+        return [0.0] * len(quantiles)
+
+    def choose_anew(self: Any, key: Any, configs: Any, measure_all: Callable[[], None]) -> bool:
+        measure_all()
+        return False
+
+    tuner.do_bench = run_once
+    tuner.check_disk_cache = choose_anew
+
+
+def measure_briefly() -> None:
+    """Measures each candidate for a shorter time than Triton does."""
+    tuner = _autotuner()
+    if tuner is None:
+        return
+    do_bench = importlib.import_module("triton.testing").do_bench
+
+    def measure(self: Any, kernel_call: Callable[[], None], quantiles: Sequence[float]) -> Any:
+        return do_bench(kernel_call, warmup=WARM_UP_MS, rep=MEASURE_MS, quantiles=quantiles)
+
+    tuner.do_bench = measure
+
+
+def _autotuner() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("triton.runtime.autotuner").Autotuner
