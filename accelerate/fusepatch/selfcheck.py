@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from . import settings
-from .decline import Reason
+from .decline import Reason, Route
 
 log = logging.getLogger("fusepatch")
 
@@ -80,6 +80,20 @@ class Check:
         return f"{self.module.removeprefix('fusepatch.kernels.')} {self.case}"
 
 
+@dataclass(frozen=True)
+class Standing:
+    """What a table of backends says of one of them, on one route and one device, before any call: for `doctor`."""
+
+    backend: str
+    native: bool
+    route: Route
+    reason: Reason | None
+    """Why it can serve no call there; None where only its checks are left to ask. Settings are not looked at."""
+    missing: tuple[str, ...]
+    """The packages it needs and does not find."""
+    checks: tuple[Check, ...]
+
+
 _verdicts: dict[tuple[Check, str], Verdict] = {}
 _lock = threading.Lock()
 
@@ -103,6 +117,27 @@ def known(check: Check, device: torch.device) -> bool:
 def forget() -> None:
     """Drops what this process knows; the disk is asked again."""
     _verdicts.clear()
+
+
+def on_disk(check: Check, device: torch.device) -> Verdict | None:
+    """The verdict that is remembered on disk for this kind of device; nothing is run."""
+    return _read(_place(identity(check, device_kind(device))))
+
+
+def renew(check: Check, devices: Sequence[torch.device]) -> tuple[Verdict, ...]:
+    """Runs the check now on each of `devices`, all of one kind, and puts the worst verdict on disk.
+
+    This process keeps the verdicts it has: what serves a call must not change while a model runs.
+    """
+    key = identity(check, device_kind(devices[0]))
+    path = _place(key)
+    with _one_per_node(path.with_suffix(".lock")):
+        found = tuple(run(check, device) for device in devices)
+        by_weight = (Outcome.FAILED, Outcome.INCONCLUSIVE, Outcome.PASSED)
+        worst = min(found, key=lambda each: by_weight.index(each.outcome))
+        if worst.outcome is not Outcome.INCONCLUSIVE:
+            _write(path, worst, key)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ what it is keyed by
@@ -159,14 +194,17 @@ def sources_hash() -> str:
 # -------------------------------------------------------------------------------------------------------- memory
 
 
+def _place(key: dict[str, str]) -> Path:
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return settings.current().cache_dir / "selfcheck" / f"{name}.json"
+
+
 def _remembered_or_run(check: Check, device: torch.device, kind: str) -> Verdict:
     key = identity(check, kind)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    folder = settings.current().cache_dir / "selfcheck"
-    path = folder / f"{name}.json"
+    path = _place(key)
     found = _read(path)
     if found is None:
-        with _one_per_node(folder / f"{name}.lock") as first:
+        with _one_per_node(path.with_suffix(".lock")) as first:
             found = _read(path)  # another rank may have written it while we waited
             if found is None and not first:
                 found = Verdict(

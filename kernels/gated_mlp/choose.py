@@ -182,9 +182,17 @@ def _for_problem(current: settings.Settings, problem: Problem) -> Backend | Reas
 
 
 def _why_not(backend: Backend, problem: Problem) -> Reason | None:
+    reason = _why_not_unchecked(backend, problem)
+    if reason is None and backend.check is not None:
+        return selfcheck.verdict(check_of(backend, problem), problem.device).reason
+    return reason
+
+
+def _why_not_unchecked(backend: Backend, problem: Problem) -> Reason | None:
+    """The part that no self-check is needed for."""
     if problem.route not in backend.routes:
         return Reason.NO_KERNEL
-    if any(importlib.util.find_spec(package) is None for package in backend.packages):
+    if _missing(backend):
         return Reason.MISSING_PACKAGE
     if backend.native:
         if problem.device.type == "cpu":
@@ -203,9 +211,11 @@ def _why_not(backend: Backend, problem: Problem) -> Reason | None:
     widths = (problem.hidden, problem.inner) if problem.route is Route.FUSED else (problem.inner,)
     if any(width % backend.width_multiple for width in widths):
         return Reason.ALIGNMENT
-    if backend.check is not None:
-        return selfcheck.verdict(check_of(backend, problem), problem.device).reason
     return None
+
+
+def _missing(backend: Backend) -> tuple[str, ...]:
+    return tuple(package for package in backend.packages if importlib.util.find_spec(package) is None)
 
 
 def check_of(backend: Backend, problem: Problem) -> selfcheck.Check:
@@ -213,6 +223,30 @@ def check_of(backend: Backend, problem: Problem) -> selfcheck.Check:
     assert backend.check is not None
     dtype = str(problem.dtype).removeprefix("torch.")
     return selfcheck.Check(backend.check, f"{backend.name} {problem.route.value} {dtype} {problem.activation}")
+
+
+def survey(device: torch.device) -> tuple[selfcheck.Standing, ...]:
+    """What the table says of every backend and route on `device`, for a call that fits; no self-check is run."""
+    return tuple(
+        _standing(backend, route, device) for backend in BACKENDS for route in Route if route in backend.routes
+    )
+
+
+def _standing(backend: Backend, route: Route, device: torch.device) -> selfcheck.Standing:
+    width = 1024 * backend.width_multiple
+    problems = [
+        Problem(route, device, dtype, width, width, activation, bias=False)
+        for dtype in sorted(backend.dtypes, key=str)
+        for activation in ACTIVATIONS
+    ]
+    return selfcheck.Standing(
+        backend=backend.name,
+        native=backend.native,
+        route=route,
+        reason=_why_not_unchecked(backend, problems[0]),
+        missing=_missing(backend),
+        checks=() if backend.check is None else tuple(check_of(backend, problem) for problem in problems),
+    )
 
 
 def for_op(problem: Problem, tokens: int, *tensors: Tensor) -> Backend:
