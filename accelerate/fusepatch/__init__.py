@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .decline import DeclinedError, Reason, Route
     from .entry import accelerate, accelerated, disabled, restore, status
     from .explanation import explain
+    from .parity_check.check import parity
     from .settings import SettingsError
     from .warming import warmup
 
@@ -32,6 +33,7 @@ _HOME = {
     "Reason": "decline",
     "Route": "decline",
     "SettingsError": "settings",
+    "parity": "parity_check.check",
     "warmup": "warming",
     "ops": "",
 }
@@ -46,6 +48,7 @@ __all__ = [
     "disabled",
     "explain",
     "ops",
+    "parity",
     "restore",
     "status",
     "warmup",

@@ -1,4 +1,4 @@
-"""The `fusepatch` command: run a script accelerated, explain a model, see it work on real weights.
+"""The `fusepatch` command: run a script accelerated, explain a model, judge it, see it work on real weights.
 
 Nothing heavy is imported before a command needs it, so that `--help` and a mistyped name answer at once.
 """
@@ -86,6 +86,30 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--gguf", metavar="FILE", help="the GGUF file in MODEL to read the configuration from")
     explain.set_defaults(command=_explain)
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is installed, what would serve here and why not, and what is wrong",
+        description="Shows versions, GPUs, which kernels would serve and why not, CUDA libraries that are loaded or "
+        "installed, settings and the cache. Exit code 1 where it found a problem; warnings alone are none.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
+        "--selfcheck", action="store_true", help="check every native kernel anew on every visible GPU, and remember it"
+    )
+    doctor.set_defaults(command=_doctor)
+
+    from .parity_check import command as parity_command
+
+    parity = commands.add_parser(
+        "parity",
+        help="compare a model with and without us, by their errors against fp32",
+        description=parity_command.DESCRIPTION,
+        epilog=parity_command.EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parity_command.add_arguments(parity)
+    parity.set_defaults(command=lambda options, _: parity_command.main(options))
+
     run = commands.add_parser(
         "run",
         help="run a script or a module, accelerated and unedited",
@@ -170,6 +194,14 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
         raise CommandError(str(error)) from None
     print(json.dumps(found.to_dict(), indent=2) if options.json else found)
     return 0
+
+
+def _doctor(options: argparse.Namespace, _: list[str]) -> int:
+    from . import doctor
+
+    found = doctor.examine(selfcheck=options.selfcheck, tell=lambda line: print(f"fusepatch: {line}", file=sys.stderr))
+    print(json.dumps(found.to_dict(), indent=2) if options.json else found)
+    return found.exit_code
 
 
 def _build_on_meta(model: str, gguf: str | None) -> Any:

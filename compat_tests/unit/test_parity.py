@@ -50,7 +50,7 @@ def llama_parity(**more: Any) -> ParityReport:
 
 
 def broken(report: ParityReport) -> set[str]:
-    return {error.name for error in report.tensors if not error.holds}
+    return {error.name for error in (*report.in_place, *report.tensors) if not error.holds}
 
 
 def check(report: ParityReport, verdict: Verdict, reason: str) -> None:
@@ -300,6 +300,97 @@ def test_native_calls_can_be_stated(reference_backend: None) -> None:
     check(llama_parity(native_calls=3), Verdict.FAILED, "2 native calls, and native_calls=3")
 
 
+# ---------------------------------------------------------------------------------------------------------- in place
+
+
+class Twice(nn.Module):
+    """One MLP that is called twice, and one whose weight is another's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.tied = tiny_llama_mlp(torch.bfloat16), tiny_llama_mlp(torch.bfloat16)
+        self.head = nn.Linear(96, 64, bias=False).bfloat16()
+        self.head.weight = self.tied.down_proj.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.tied(self.shared(self.shared(x)))
+        return out + self.head(x[..., :1].expand(*x.shape[:-1], 96))
+
+
+def test_gradients_that_others_have_a_part_in_are_not_judged_in_place(reference_backend: None) -> None:
+    report = parity(Twice, (torch.randn(64, 64).bfloat16(),))
+    assert report.passed, report
+    whats = {error.name.partition(": ")[0]: [] for error in report.in_place}
+    for error in report.in_place:
+        whats[error.name.partition(": ")[0]].append(error.name.partition(": ")[2])
+    assert whats == {
+        "shared": ["output", "gradient of the input"],
+        "tied": ["output", "gradient of the input", "gradient of gate_proj.weight", "gradient of up_proj.weight"],
+    }
+
+
+def test_without_a_backward_pass_the_output_is_judged_in_place(reference_backend: None) -> None:
+    report = llama_parity(gradients=False)
+    assert report.passed, report
+    assert [error.name for error in report.in_place] == [f"model.layers.{i}.mlp: output" for i in (0, 1)]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_modules_are_judged_in_place(reference_backend: None, use_reentrant: bool) -> None:
+    def build() -> nn.Module:
+        model: Any = tiny_llama(torch.bfloat16)
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        return model.train()
+
+    report = parity(build, {**BATCH, "use_cache": False})
+    assert report.passed, report
+    assert len(report.in_place) == 2 * 5
+
+
+def test_autocast_is_on_for_the_librarys_module_in_place(reference_backend: None) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.lift = tiny_llama_mlp(), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.mlp(self.lift(x))
+            return out
+
+    with torch.autocast("cpu", torch.bfloat16):
+        report = parity(Cast, (torch.randn(64, 64),))
+    assert report.passed, report
+    assert report.calls == {"pointwise": 1}
+    assert not report.notes
+    assert len(report.in_place) == 5
+    assert all(1e-4 < error.unpatched < 0.02 for error in report.in_place), report
+
+
+def test_a_module_that_is_another_each_time_is_noted(reference_backend: None) -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out * torch.rand(out.shape).lt(0.5)  # the same in every arm, for they have the same random numbers
+
+    def build() -> nn.Module:
+        mlp: Any = tiny_llama_mlp(torch.bfloat16)
+        mlp.up_proj = Noisy(64, 96, bias=False).bfloat16()
+        return mlp
+
+    report = parity(build, (torch.randn(64, 64).bfloat16(),))
+    assert report.passed, report
+    assert report.calls == {"pointwise": 1}
+    assert not any("up_proj" in error.name or "output" in error.name for error in report.in_place), report
+    assert any("is not judged alone" in note for note in report.notes), report
+
+
+def test_a_batch_of_few_tokens_is_noted(reference_backend: None) -> None:
+    report = parity(tiny_llama_mlp(torch.bfloat16), (torch.randn(7, 64).bfloat16(),))
+    assert any(note.startswith("7 tokens are too few") for note in report.notes)
+    assert {error.bound for error in (*report.in_place, *report.tensors)} == {bound.SMALL}
+    assert report.whole is None
+
+
 # --------------------------------------------------------------------------------------------------- what must fail
 
 
@@ -328,7 +419,7 @@ def test_one_gradient_that_is_one_percent_off_fails(sabotage: Sabotage) -> None:
     sabotage("gemm_dact", wrong)
     report = llama_parity()
     check(report, Verdict.FAILED, "outside the bound: 1 of ")
-    assert broken(report) == {"model.layers.1.mlp.down_proj.weight"}
+    assert broken(report) == {"model.layers.1.mlp: gradient of down_proj.weight"}
     assert report.exit_code == 1
 
 
@@ -394,7 +485,8 @@ def test_a_missing_gradient_fails(reference_backend: None, monkeypatch: pytest.M
     )
     report = llama_parity()
     check(report, Verdict.FAILED, "outside the bound: 2 of ")
-    assert broken(report) == {f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)}
+    names = [f"model.layers.{layer}.mlp{what}up_proj.weight" for layer in (0, 1) for what in (".", ": gradient of ")]
+    assert broken(report) == set(names)
 
 
 def test_a_gradient_that_should_not_be_there_fails(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,6 +503,46 @@ def test_a_gradient_that_should_not_be_there_fails(reference_backend: None, monk
     monkeypatch.setattr(shim, "run_gated_mlp", lambda *args: (extra.append(1), real(*args))[1])
     report = parity(Spare, (torch.randn(8, 64).bfloat16(),))
     check(report, Verdict.FAILED, "gradient spare")
+
+
+def test_what_is_wrong_behind_the_modules_fails(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each module is right in place, and yet the gradients of the model are not."""
+    real = shim.run_gated_mlp
+
+    def wrong(backend: Any, x: Tensor, *rest: Any) -> Tensor:
+        x.register_hook(lambda dx: dx * 3)
+        return real(backend, x, *rest)
+
+    monkeypatch.setattr(shim, "run_gated_mlp", wrong)
+    report = llama_parity()
+    check(report, Verdict.FAILED, "the whole model is outside the bound")
+    assert all(error.holds for error in report.in_place)
+    assert "model.embed_tokens.weight" in broken(report)
+
+
+def test_a_tensor_that_few_elements_carry_has_a_wider_bound() -> None:
+    name = TensorName("in place", "mlp: output")
+    even, spiked = torch.ones(1024), torch.full((1024,), 1e-3)
+    spiked[:4] = 100.0
+    assert bound.elements_that_carry(even) == pytest.approx(1024)
+    assert bound.elements_that_carry(spiked) == pytest.approx(4, rel=1e-3)
+    assert bound.elements_that_carry(torch.zeros(8)) == 8
+    assert bound.elements_that_carry(torch.tensor([1e30, 1e30], dtype=torch.float64)) == pytest.approx(2)
+    assert bound.bound_in_place(name, even, (), 64) == bound.STANDARD
+    wider = bound.bound_in_place(name, spiked, (), 64)
+    assert (wider.factor, wider.floor) == (pytest.approx(3, rel=1e-3), bound.STANDARD.floor)
+    assert bound.bound_in_place(name, even, (), 63) == bound.SMALL
+    assert bound.bound_in_place(name, spiked[:255], (), 64) == bound.SMALL
+
+
+def test_one_stray_gradient_of_many_fails(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tensors together, one that is off by 5% is not seen."""
+    ours = [TensorError("gradient", f"layers.{i}.weight", 1024, 0.01, 0.01) for i in range(99)]
+    ours.append(TensorError("gradient", "layers.99.weight", 1024, 0.01, 0.05))
+    assert bound.together("all", ours).holds
+    assert [error.name for error in bound.in_a_whole_model(ours) if not error.holds] == ["layers.99.weight"]
+    small = [TensorError("output", "loss", 1, 0.0, 0.001, bound.SCALAR)]
+    assert bound.in_a_whole_model(small) == small
 
 
 def test_an_exception_in_the_patched_arm_fails(sabotage: Sabotage) -> None:
@@ -621,7 +753,7 @@ def test_the_unpatched_arms_of_an_accelerated_process_are_unpatched(reference_ba
     report = llama_parity()
     assert report.passed, report
     assert report.unpatched_native == 0
-    assert fusepatch.status().targets[0].total("declines") == {"disabled": 4}
+    assert fusepatch.status().targets[0].total("declines") == {"disabled": 8}
     mlp = tiny_llama_mlp()
     native = fusepatch.status().native_calls()
     mlp(torch.randn(2, 64))
@@ -783,6 +915,8 @@ def example(count: int = 4, **changes: Any) -> ParityReport:
         "device": "cpu",
         "ops": ("gated_mlp",),
         "seed": 0,
+        "in_place": (TensorError("in place", "model.layers.0.mlp: output", 1024, 0.003, 0.0031),),
+        "whole": TensorError("root mean square", "Model", 4096, 0.01, 0.012, bound.WHOLE),
         "tensors": tensors,
         "native_expected": 2,
         "unpatched_native": 0,
@@ -796,26 +930,39 @@ def example(count: int = 4, **changes: Any) -> ParityReport:
     return ParityReport(**{**found, **changes})
 
 
-def test_the_worst_tensors_come_first_and_all_are_to_be_had() -> None:
-    report = example(50)
+def test_what_is_outside_its_bound_comes_first_and_all_are_to_be_had() -> None:
+    report = example(20)
     lines = str(report).splitlines()
     assert lines[0] == "parity of gated_mlp: FAILED"
     assert lines[1] == "  because"
-    first = next(index for index, line in enumerate(lines) if line.startswith("tensor ")) + 2
-    assert lines[first].split() == ["logits", "output", "1024", "1.00e-02", "inf", "inf", "inf"]
-    assert lines[first + 1].split()[0] == "model.layers.29.mlp.gate_proj.weight"
-    assert "... and 30 more, in report.table()" in lines
-    assert lines[-1] == "note: note this"
-    assert len(report.table().splitlines()) == 52
+    first = next(index for index, line in enumerate(lines) if line.startswith("Outside their bound")) + 4
+    assert lines[first].split()[:7] == ["logits", "output", "1024", "1.00e-02", "inf", "inf", "inf"]
+    assert lines[first + 1] == "note: note this"  # all others hold
+    kind = next(line.split() for line in lines if line.startswith("model.layers.*.mlp.gate_proj.weight"))
+    assert kind[1:3] == ["18", "1.00e-02"]
+    assert "1 of 1 tensors are within their bound" in str(report)
+    assert "Root mean square: unpatched 1.00e-02, patched 1.20e-02" in str(report)
+    assert len(report.table().splitlines()) == 23
+    assert report.table(2).splitlines()[3].split()[0] == "model.layers.17.mlp.gate_proj.weight"
     assert "unpatched + 0.01" in report.table()
+
+
+def test_many_broken_tensors_are_cut_short() -> None:
+    wrong = tuple(TensorError("gradient", f"a{i}", 1024, 0.01, 0.5 + i) for i in range(50))
+    text = str(example(tensors=wrong))
+    assert "... and 30 more, in report.table()" in text
+    assert "a49 " in text
+    assert "a29 " not in text.split("Outside their bound")[1]
 
 
 def test_a_dictionary_for_json() -> None:
     found = json.loads(json.dumps(example().to_dict(), allow_nan=False))
     assert (found["verdict"], found["passed"], found["exit_code"]) == ("failed", False, 1)
-    worst = found["tensors"][0]
+    worst = found["tensors"][-1]
     assert (worst["name"], worst["patched"], worst["use"], worst["holds"]) == ("logits", None, None, False)
     assert worst["bound"] == {"factor": 1.25, "floor": 1e-4}
+    assert found["in_place"][0]["holds"] is True
+    assert found["whole"]["patched"] == 0.012
     assert set(found["versions"]) == {"fusepatch", "torch", "transformers", "fla"}
     assert found["calls"] == {"fused": 2}
 
@@ -830,12 +977,12 @@ def test_the_picture_of_many_tensors_is_as_large_as_its_labels(tmp_path: Path) -
     from PIL import Image
 
     sizes = {}
-    for count in (4, 300):
+    for count in (4, 299):
         path = tmp_path / f"{count}.png"
         example(count).plot(path)
         sizes[count] = Image.open(path).size
-    assert sizes[300][1] > 150 * 15  # pixels for each of 150 rows
-    assert sizes[300][0] > 1.8 * sizes[4][0]  # in two columns
+    assert sizes[299][1] > 150 * 15  # pixels for each of 150 rows
+    assert sizes[299][0] > 1.8 * sizes[4][0]  # in two columns
     text = tmp_path / "few.svg"
     example().plot(text)
     assert "not finite" in text.read_text() or text.stat().st_size > 10_000
@@ -847,7 +994,7 @@ def test_the_picture_needs_matplotlib_and_tensors(tmp_path: Path, monkeypatch: p
         example().plot(tmp_path / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", SimpleNamespace())
     with pytest.raises(ValueError, match="nothing to plot: because"):
-        example(tensors=()).plot(tmp_path / "a.png")
+        example(tensors=(), in_place=()).plot(tmp_path / "a.png")
 
 
 # ----------------------------------------------------------------------------------------------------- surroundings
@@ -947,6 +1094,17 @@ def test_kernels_of_fla_are_compiled_anew_and_given_back() -> None:
         patch.setattr(solve, "FLA_TRIL_PRECISION", "tf32x3")
         with surroundings.ieee_dots_in_fla() as notes:
             assert "the triangular solve of fla.ops.utils.solve_tril" in notes[1]
+
+
+def test_kernels_of_fla_run_untuned_and_are_given_back() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("fla.ops.utils.solve_tril")
+    tuned = [kernel for kernel in surroundings._fla_kernels() if len(vars(kernel).get("configs", ())) > 1]
+    before = [list(kernel.configs) for kernel in tuned]
+    assert tuned
+    with surroundings.untuned_fla():
+        assert [kernel.configs for kernel in tuned] == [configs[:1] for configs in before]
+    assert [kernel.configs for kernel in tuned] == before
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import entry
-from . import alone, bound, control, page, training
-from .weights import Loaded, wider
+from ..parity_check.bound import LEAST_ELEMENTS, STANDARD, STRAY, WHOLE, TensorError, TensorName, by_kind, error_of
+from ..parity_check.check import parity
+from ..parity_check.report import ParityReport, kinds
+from . import control, page, training
+from .weights import Loaded
 
 
 @dataclass
@@ -35,124 +37,92 @@ class Shown:
         page.say(f"{verdict}: {calls}{of} calls ran natively.")
 
 
-def show_alone(shown: Shown, loaded: Loaded, ids: Tensor, names: Sequence[str]) -> None:
-    """Every patched module alone: the bound, tensor by tensor."""
-    page.heading(4, "Parity: every gated MLP alone, on the input and the gradient it gets while the model trains")
+def show(shown: Shown, loaded: Loaded, ids: Tensor, names: Sequence[str]) -> None:
+    """Both steps, from one `fusepatch.parity()`. The modules named are those that must run natively."""
+    page.heading(
+        4, f"fusepatch.parity(model, batch): a training step on {ids.shape[1]} tokens of 'Pride and Prejudice'"
+    )
     if not names:
         page.say(f"{shown.expect(False, 'no module is served natively')}: no module is served natively.")
         return
-    with page.working("one training step of the reference, then every MLP in three arms"):
-        given = alone.record(loaded, training.widen(loaded), ids, names)
-        errors, native = alone.compare(loaded, given)
-    page.say(f"Relative L2 error against the {_reference(loaded)} reference, which has the same rounded weights.\n")
-    page.say(bound.render("tensor", errors))
-    judged = bound.judged(errors)
-    worst = max(judged, key=lambda error: error.use)
-    within = sum(error.use <= 1 for error in judged)
-    verdict = shown.expect(worst.use <= 1, f"{worst.name} is outside the parity bound")
+    with page.working("one training step of the reference, unpatched and patched; then every MLP alone"):
+        report = parity(loaded.model, {"input_ids": ids, "labels": ids, "use_cache": False})
+    shown.figures["parity"] = report.to_dict()
+    _show_in_place(shown, report, len(names))
+    with page.working("the same step unpatched, channels reordered"):
+        noise = _control(loaded, ids, names, report)
+    _show_whole(shown, report, noise)
+
+
+def _show_in_place(shown: Shown, report: ParityReport, expected: int) -> None:
     page.say(
-        f"\n{verdict}: {within} of {len(judged)} tensors are within {bound.BOUND} (those of at least "
-        f"{bound.LEAST_ELEMENTS} elements are judged).\nNearest to the bound: {_describe(worst)}."
+        "What each MLP gave on the call that it served in the patched model. Unpatched: the library, on the same\n"
+        f"input and gradient. Relative L2 errors against {report.reference_dtype}, with the same rounded weights.\n"
     )
-    shown.expect_native(native, "while the MLPs were compared", len(given))
-    shown.figures["alone"] = {
-        "bound": bound.BOUND,
-        "native_calls": native,
-        "errors": errors,
-        "worst": worst.name,
-        "worst_use": worst.use,
-        "within": within,
-        "judged": len(judged),
-    }
+    if report.in_place:
+        page.say(kinds(report.in_place))
+    broken = [error for error in report.in_place if not error.holds]
+    held = bool(report.in_place) and not broken
+    failure = f"{broken[0].name} is outside the parity bound" if broken else "; ".join(report.reasons)
+    page.say(
+        f"\n{shown.expect(held, failure)}: {len(report.in_place) - len(broken)} of {len(report.in_place)} tensors are "
+        f"within the bound, {STANDARD}\n(wider for a tensor that fewer than {LEAST_ELEMENTS} elements carry)."
+    )
+    shown.expect_native(report.patched_native, "in the patched arm", expected)
 
 
-def show_whole(shown: Shown, loaded: Loaded, ids: Tensor, names: Sequence[str]) -> dict[str, training.Step]:
-    """Loss and gradients of the whole model in three arms, one after another. Leaves the model patched."""
-    page.heading(5, f"Parity: a training step of the whole model on {ids.shape[1]} tokens of 'Pride and Prejudice'")
-    with page.working("training step, reference"):
-        reference = training.measure(training.widen(loaded), ids)
-    with page.working("training step, unpatched"):
-        unpatched = training.measure(loaded.model, ids)
-    stock = bound.errors_of(unpatched.tensors, reference.tensors)
-    unpatched.tensors.clear()
-    with page.working("training step, unpatched, channels reordered"):
-        other = _control(loaded, ids, names, reference.tensors)
-    entry.accelerate()
-    with page.working("training step, patched"):
-        patched = training.measure(loaded.model, ids)
-    native = entry.status().native_calls()
-    ours = bound.errors_of(patched.tensors, reference.tensors)
-    sizes = {name: tensor.numel() for name, tensor in reference.tensors.items()}
-    for step in (reference, patched):
-        step.tensors.clear()
-
-    found = [bound.TensorError(name, size, stock[name], ours[name]) for name, size in sizes.items()]
-    noise = [bound.TensorError(name, size, stock[name], other[name]) for name, size in sizes.items() if other]
-    page.say(f"Relative L2 error against the {_reference(loaded)} reference, of the logits and of every gradient.\n")
-    page.say(bound.render("logits, and gradients of", found, noise))
-    judged, judged_noise = bound.judged(found), bound.judged(noise)
-    whole = _whole(judged, judged_noise)
-    verdict = shown.expect(whole.use <= 1, "the errors of the whole model are outside the parity bound")
-    if noise:
+def _show_whole(shown: Shown, report: ParityReport, noise: dict[str, list[TensorError]] | None) -> None:
+    page.heading(5, "The same training step: the whole model")
+    page.say(kinds(report.tensors, noise))
+    if noise is not None:
+        every = [error for found in noise.values() for error in found]
+        over = [sum(map(_is_over, errors)) for errors in (report.tensors, every)]
         page.say(
             "\nThe control is the unpatched library itself with the channels of its MLPs in another order: the same\n"
             "function, summed in another order. Through a whole model one rounding moves all that follow, so a single\n"
-            f"tensor's ratio says little: {_over(judged_noise)} of {len(judged)} exceed the bound in the control, and "
-            f"{_over(judged)} in the patched model.\nJudged is therefore the root mean square over all tensors."
+            f"tensor's ratio says little: {over[1]} of {len(report.tensors)} exceed {STANDARD} in the control, and\n"
+            f"{over[0]} in the patched model. Judged are the root mean square over all tensors, by {WHOLE},\n"
+            f"and each tensor by {STRAY.factor:g} x the worst unpatched one of its kind."
         )
-    page.say(
-        f"\n{verdict}: unpatched {whole.unpatched:.2e}{' (both orders)' if noise else ''}, patched "
-        f"{whole.patched:.2e}; the bound is {bound.BOUND}."
-    )
-    off_stock, off_ours = (each.loss - reference.loss for each in (unpatched, patched))
-    verdict = shown.expect(abs(off_ours) <= abs(off_stock) + bound.LOSS_FLOOR, "the loss is too far off")
-    page.say(
-        f"{verdict}: the loss is {reference.loss:.5f}, unpatched {off_stock:+.5f}, patched {off_ours:+.5f} "
-        f"(may be {bound.LOSS_FLOOR} further off than unpatched)."
-    )
-    shown.expect_native(native, "while training", training.FORWARDS * len(names))
-    steps = {"reference": reference, "unpatched": unpatched, "patched": patched}
-    shown.figures["whole"] = {
-        "tokens": ids.shape[1],
-        "bound": bound.BOUND,
-        "loss": {name: step.loss for name, step in steps.items()},
-        "native_calls": native,
-        "errors": found,
-        "control_errors": other,
-        "unpatched": whole.unpatched,
-        "patched": whole.patched,
-        "over_bound": {"patched": _over(judged), "control": _over(judged_noise)},
-    }
-    return steps
+        shown.figures["over_bound_each"] = {"patched": over[0], "control": over[1]}
+    if report.whole is not None:
+        page.say(f"\nRoot mean square: unpatched {report.whole.unpatched:.2e}, patched {report.whole.patched:.2e}.")
+    verdict = shown.expect(report.passed, f"parity is {report.verdict.value}: {'; '.join(report.reasons)}")
+    page.say(f"{verdict}: parity() says {report.verdict.value}.")
+    for text in (*report.reasons, *report.notes):
+        page.say(text)
 
 
-def _control(loaded: Loaded, ids: Tensor, names: Sequence[str], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Errors of the unpatched library with its channels reordered; {} where the model can't be reordered."""
+def _is_over(error: TensorError) -> bool:
+    """Whether a tensor of the whole model is further off than it may be in place."""
+    return error.elements >= LEAST_ELEMENTS and error.patched > STANDARD.allows(error.unpatched)
+
+
+def _control(
+    loaded: Loaded, ids: Tensor, names: Sequence[str], report: ParityReport
+) -> dict[str, list[TensorError]] | None:
+    """By kind, the errors of the unpatched library with its channels reordered, beside those without.
+
+    None where the model can't be reordered.
+    """
     reordered = control.Reordered(loaded, names)
     if not reordered:
-        return {}
-    _, logits = training.run_step(reordered.model, ids)
-    tensors = {"logits": logits, **training.gradients(reordered.model)}
-    return bound.errors_of(reordered.in_model_order(tensors), reference)
+        return None
+    expected = _tensors_of(training.widen(loaded), ids)
+    actual = reordered.in_model_order(_tensors_of(reordered.model, ids))
+    found = [
+        TensorError(
+            e.kind, e.name, e.elements, e.unpatched, error_of(TensorName(e.kind, e.name), actual[e.name], wanted)
+        )
+        for e in report.tensors
+        if (wanted := expected.get(e.name)) is not None
+    ]
+    return by_kind(found)
 
 
-def _whole(judged: list[bound.TensorError], noise: list[bound.TensorError]) -> bound.TensorError:
-    """All tensors together; the unpatched library counts with both of its arms, where it has two."""
-    both = [error.unpatched for error in judged] + [error.patched for error in noise]
-    ours = bound.together("all", judged)
-    return bound.TensorError("all", ours.elements, bound.root_mean_square(both), ours.patched)
-
-
-def _over(errors: list[bound.TensorError]) -> int:
-    return sum(error.use > 1 for error in errors)
-
-
-def _describe(error: bound.TensorError) -> str:
-    return f"{error.name}, unpatched {error.unpatched:.2e}, patched {error.patched:.2e}, {error.use:.0%} of it"
-
-
-def _reference(loaded: Loaded) -> str:
-    return dtype_name(wider(loaded.dtype))
+def _tensors_of(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    loss, logits = training.run_step(model, ids)
+    return {"loss": loss, "logits": logits, **training.gradients(model)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

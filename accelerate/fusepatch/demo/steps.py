@@ -39,9 +39,8 @@ def show(options: Options, path: Path) -> dict[str, Any]:
     with rehearsal(rehearse):
         names = _explain(shown, loaded, ids, found, rehearse)
         _write(shown, loaded, options)
-        parity_steps.show_alone(shown, loaded, ids, names)
-        steps = parity_steps.show_whole(shown, loaded, ids, names)
-        _time(shown, loaded, ids, steps)
+        parity_steps.show(shown, loaded, ids, names)
+        _measure(shown, loaded, ids, names)
         _report(shown)
         _undo(shown, loaded, ids, before, logits)
     return {**shown.figures, "failures": shown.failures}
@@ -132,11 +131,19 @@ def _write(shown: Shown, loaded: Loaded, options: Options) -> None:
     }
 
 
-def _time(shown: Shown, loaded: Loaded, ids: Tensor, steps: dict[str, training.Step]) -> None:
-    page.heading(6, "Time and memory of the training step")
+def _measure(shown: Shown, loaded: Loaded, ids: Tensor, names: list[str]) -> None:
+    """Leaves the model patched."""
+    page.heading(6, "Loss, time and memory of the training step")
+    wide = training.widen(loaded)
+    with page.working("training step, reference and unpatched"):
+        steps = {"reference": training.measure(wide, ids), "unpatched": training.measure(loaded.model, ids)}
+    entry.accelerate()
+    with page.working("training step, patched"):
+        steps["patched"] = training.measure(loaded.model, ids)
+    native = entry.status().native_calls()
     with page.working(f"timing, {TIMED_ROUNDS} rounds"):
         arms: training.Arms = {
-            "reference": (training.widen(loaded), entry.disabled),
+            "reference": (wide, entry.disabled),
             "unpatched": (loaded.model, entry.disabled),
             "patched": (loaded.model, contextlib.nullcontext),
         }
@@ -146,25 +153,28 @@ def _time(shown: Shown, loaded: Loaded, ids: Tensor, steps: dict[str, training.S
         (
             name,
             dtype_name(dtypes.get(name, loaded.dtype)),
+            f"{step.loss:.5f}",
             f"{seconds[name] * 1e3:.0f} ms",
             page.mebibytes(step.peak),
             page.mebibytes(step.saved),
         )
         for name, step in steps.items()
     ]
-    page.say(table.render(("arm", "dtype", "time", "peak memory", "saved for backward"), rows))
+    page.say(table.render(("arm", "dtype", "loss", "time", "peak memory", "saved for backward"), rows))
     page.say(
         f"\nTime: median of {TIMED_ROUNDS}, the arms taking turns; `unpatched` is under fusepatch.disabled() here.\n"
         "Peak memory: above what was there before the step, gradients included. Saved: without parameters."
     )
+    shown.expect_native(native, "while training", training.FORWARDS * len(names))
     shown.figures["cost"] = {
-        name: {"seconds": seconds[name], "peak_bytes": step.peak, "saved_bytes": step.saved}
+        name: {"loss": step.loss, "seconds": seconds[name], "peak_bytes": step.peak, "saved_bytes": step.saved}
         for name, step in steps.items()
     }
+    shown.figures["training_native_calls"] = native
 
 
 def _report(shown: Shown) -> None:
-    page.heading(7, "print(fusepatch.status()), counted over the steps 5 and 6")
+    page.heading(7, "print(fusepatch.status()), counted over step 6")
     status = entry.status()
     page.say(status)
     shown.figures["status"] = status.to_dict()

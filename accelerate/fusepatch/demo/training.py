@@ -1,4 +1,4 @@
-"""One training step: its loss and gradients, its time, and the memory it takes."""
+"""One training step: its loss, its time, and the memory it takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ctypes
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,6 @@ class Step:
     """What one training step of one arm gave."""
 
     loss: float
-    tensors: dict[str, Tensor]
-    """The logits, and every gradient by the parameter's name."""
     saved: int
     """Bytes kept from the forward pass for the backward one, besides parameters."""
     peak: int | None
@@ -47,11 +45,9 @@ def measure(model: Any, ids: Tensor) -> Step:
     """A training step on the tokens `ids` [1, n]. It is run once before, so that nothing is done for the first time."""
     run_step(model, ids)
     saved = _bytes_saved(model, ids)
-    with _reference_precision():
-        (loss, logits), peak = _with_peak(lambda: run_step(model, ids), ids.device)
-    tensors = {"logits": logits, **gradients(model)}
+    (loss, _), peak = _with_peak(lambda: run_step(model, ids), ids.device)
     forget_gradients(model)
-    return Step(float(loss), tensors, saved, peak)
+    return Step(float(loss), saved, peak)
 
 
 def run_step(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,17 +92,6 @@ def time_arms(arms: Arms, ids: Tensor, rounds: int) -> dict[str, float]:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextlib.contextmanager
-def _reference_precision() -> Iterator[None]:
-    """TF32 off, whatever the environment turned on: an fp32 reference must be one."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 # ----------------------------------------------------------------------------------------------------------- memory

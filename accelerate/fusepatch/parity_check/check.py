@@ -16,9 +16,10 @@ from .. import catalogue, entry, ledger, settings
 from ..catalogue import Target
 from ..decline import DeclinedError, Route
 from ..explanation import Explanation, explain
-from . import arms, bound
+from . import arms, bound, in_place
 from .arms import Batch, Build, Call, Counts, Loss, Options, Result, Source
 from .bound import TensorError, TensorName
+from .in_place import Judged
 from .report import ParityReport, Verdict
 from .surroundings import exact_arithmetic
 
@@ -44,10 +45,11 @@ def parity(
     `loss(outputs)`, else at the output `loss`, else at a random gradient of every output.
 
     The arms have the same weights, data and random numbers: an fp32 reference, unpatched (widened weights, no TF32);
-    unpatched; patched, as by `accelerate(ops, model=...)`. Each output, each parameter's gradient and that of
-    `inputs_embeds` must be as near to fp32 as the unpatched library's: see `bound.py`. `native_calls` is how many
-    calls must have run natively; None asks for each call that `explain()` promises. `gradients=False` leaves the
-    backward pass out. `poison` fills memory that nobody has written with NaN.
+    unpatched; patched, as by `accelerate(ops, model=...)`. Two things must be as near to fp32 as the unpatched
+    library's: what each patched module gave in the patched arm, tensor by tensor; and what came out of the whole
+    model (each output, each parameter's gradient and that of `inputs_embeds`), taken together: `bound.py` says why.
+    `native_calls` is how many calls must have run natively; None asks for each call that `explain()` promises.
+    `gradients=False` leaves the backward pass out. `poison` fills memory that nobody has written with NaN.
 
     What was applied before the call is back in place after it. Raises TypeError or ValueError for arguments of another
     kind, SettingsError for the environment; an exception in the model itself is part of the report.
@@ -102,6 +104,8 @@ class _Found:
     off_unpatched: dict[TensorName, float] = field(default_factory=dict)
     off_patched: dict[TensorName, float] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    """Of the modules that ops of ours could serve, in the unpatched arm."""
+    in_place: Judged = field(default_factory=Judged)
     native_expected: int = 0
     why_not_native: dict[str, str] = field(default_factory=dict)
     """By reason, what to do about it."""
@@ -144,8 +148,7 @@ def _run_reference(source: Source, options: Options, found: _Found) -> None:
 
 def _run_unpatched(source: Source, options: Options, found: _Found) -> None:
     model = source.make()
-    candidates = ["" if row.name == _ITSELF else row.name for row in explain(model).modules]
-    found.calls = arms.watch_calls(model, candidates)
+    found.calls = arms.watch_calls(model, _served(model, _ALL_OPS))
     result = arms.run(model, options, _ALL_OPS)
     found.off_unpatched = _compare(result, found)
     found.unpatched = _without_tensors(result)
@@ -173,9 +176,19 @@ def _run_patched(
         if not was_on:
             ledger.watch_first_step(None)  # no summary of a first step: it is ours, not the program's
         _expect(model, names, found)
-        result = arms.run(model, options, names)
+        with in_place.watch(model, _served(model, names)) as seen:
+            result = arms.run(model, options, names)
     found.off_patched = _compare(result, found)
     found.patched = _without_tensors(result)
+    if result.error is None and result.counts.native:
+        found.in_place = in_place.judge(model, seen, names)
+        found.notes += found.in_place.notes
+
+
+def _served(model: nn.Module, names: tuple[str, ...]) -> list[str]:
+    """The modules that these ops could serve; "" is the model itself."""
+    rows = explain(model).modules
+    return ["" if row.name == _ITSELF else row.name for row in rows if row.op in names]
 
 
 def _finds_something(target: Target, model: nn.Module) -> bool:
@@ -247,7 +260,11 @@ def _listed(names: list[TensorName]) -> str:
 
 
 def _report(found: _Found, names: tuple[str, ...], seed: int) -> ParityReport:
-    verdict, reasons = _judge(found, errors := _errors(found, names))
+    errors = _errors(found, names)
+    large = [error for error in errors if error.bound == bound.STANDARD]
+    whole = bound.together(found.model, large) if large else None
+    errors = bound.in_a_whole_model(errors)
+    verdict, reasons = _judge(found, errors, whole)
     return ParityReport(
         verdict=verdict,
         reasons=tuple(reasons),
@@ -258,6 +275,8 @@ def _report(found: _Found, names: tuple[str, ...], seed: int) -> ParityReport:
         device=found.device,
         ops=names,
         seed=seed,
+        in_place=found.in_place.errors,
+        whole=whole,
         tensors=tuple(errors),
         native_expected=found.native_expected if found.native_asked is None else found.native_asked,
         unpatched_native=found.unpatched.counts.native,
@@ -281,6 +300,9 @@ def _errors(found: _Found, names: tuple[str, ...]) -> list[TensorError]:
     if not found.off_patched:
         return []
     every = dict.fromkeys((*found.off_unpatched, *found.off_patched))
+    tokens = max((call.tokens for call in found.calls if call.tokens is not None), default=None)
+    if tokens is not None and tokens < bound.LEAST_TOKENS:
+        found.notes.append(f"{tokens} tokens are too few to tell errors from chance; take {bound.LEAST_TOKENS} or more")
     return [
         TensorError(
             name.kind,
@@ -288,13 +310,13 @@ def _errors(found: _Found, names: tuple[str, ...]) -> list[TensorError]:
             found.sizes[name],
             found.off_unpatched.get(name, 0.0),
             found.off_patched.get(name, math.inf),
-            bound.bound_of(name, found.sizes[name], names),
+            bound.bound_of(name, found.sizes[name], names, tokens),
         )
         for name in every
     ]
 
 
-def _judge(found: _Found, errors: list[TensorError]) -> tuple[Verdict, list[str]]:
+def _judge(found: _Found, errors: list[TensorError], whole: TensorError | None) -> tuple[Verdict, list[str]]:
     if found.native_in_baseline:
         return Verdict.FAILED, [f"{found.native_in_baseline} native calls in an arm that must be unpatched"]
     if found.baseline_failed:
@@ -302,10 +324,16 @@ def _judge(found: _Found, errors: list[TensorError]) -> tuple[Verdict, list[str]
     reasons = []
     if found.patched.error is not None:
         reasons.append(f"the patched arm raised {found.patched.error}")
-    broken = [error for error in errors if not error.holds]
-    if broken:
-        listed = _listed([TensorName(error.kind, error.name) for error in broken])
-        reasons.append(f"outside the bound: {len(broken)} of {len(errors)} tensors, {listed}")
+    for every in (found.in_place.errors, errors):
+        broken = [error for error in every if not error.holds]
+        if broken:
+            listed = _listed([TensorName(error.kind, error.name) for error in broken])
+            reasons.append(f"outside the bound: {len(broken)} of {len(every)} tensors, {listed}")
+    if whole is not None and not whole.holds:
+        reasons.append(
+            f"the whole model is outside the bound: the root mean square of its errors is {whole.patched:.2e}, and "
+            f"unpatched {whole.unpatched:.2e}"
+        )
     if reasons:
         return Verdict.FAILED, reasons
     native = found.patched.counts.native

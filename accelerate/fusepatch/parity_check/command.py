@@ -19,7 +19,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 DESCRIPTION = """\
 Runs one training step of a model three times, with the same weights and random tokens: in fp32, unpatched, and patched.
-Every output and gradient of the patched model must be as near to fp32 as the unpatched library's own.
+What each patched module gave, and the model as a whole, must be as near to fp32 as the unpatched library's own.
 """
 
 EXIT_CODES = """\
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ... (default: %(default)s)")
     parser.add_argument("--ops", help="the ops to judge, separated by commas (default: all that are on by default)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--all", action="store_true", help="list every tensor, not the worst ones only")
+    parser.add_argument("--all", action="store_true", help="list every tensor, not its kind only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw every tensor's error ratio (.png, .svg, .pdf)")
 

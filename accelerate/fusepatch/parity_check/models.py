@@ -15,7 +15,7 @@ from torch import nn
 
 from ..cli import CommandError, first_line
 from .arms import Build
-from .surroundings import attention_in_fla
+from .surroundings import attention_in_fla, untuned_fla
 
 HIDDEN, INTERMEDIATE, VOCABULARY, HEADS = 512, 1408, 1024, 8
 """Of the built-in models. Every weight matrix is large enough for its error to be judged."""
@@ -80,8 +80,11 @@ def surroundings(config: str | None) -> AbstractContextManager[Any]:
     """What the built-in model `config` must be run in."""
     if config is None or not config.startswith("fla-"):
         return contextlib.nullcontext()
-    _import("fla.layers.attn", "flash-linear-attention")
-    return attention_in_fla(only_replace=False)
+    _import("fla.models", "flash-linear-attention")
+    stack = contextlib.ExitStack()
+    stack.enter_context(attention_in_fla(only_replace=False))
+    stack.enter_context(untuned_fla())
+    return stack
 
 
 @dataclass(frozen=True)

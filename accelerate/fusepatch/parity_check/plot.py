@@ -24,7 +24,7 @@ def plot(report: ParityReport, path: str | Path) -> None:
         figure_module: Any = importlib.import_module("matplotlib.figure")
     except ImportError:
         raise ImportError('the picture needs matplotlib: pip install "fusepatch[plot]"') from None
-    errors = report.tensors
+    errors = (*report.in_place, *report.tensors)
     if not errors:
         raise ValueError(f"there is nothing to plot: {'; '.join(report.reasons)}")
     columns = math.ceil(len(errors) / ROWS)

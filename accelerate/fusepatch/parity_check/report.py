@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from .. import __version__, catalogue, table
-from .bound import LEAST_ELEMENTS, STANDARD, TensorError
+from .bound import LEAST_ELEMENTS, STANDARD, STRAY, WHOLE, TensorError, by_kind, together
 
 SHOWN = 20
-"""Rows of the table that `print(report)` shows."""
+"""Tensors outside their bound that `print(report)` shows."""
 
 
 class Verdict(Enum):
@@ -48,8 +48,12 @@ class ParityReport:
     device: str
     ops: tuple[str, ...]
     seed: int
+    in_place: tuple[TensorError, ...]
+    """Of each patched module, on the call that it served in the patched arm."""
+    whole: TensorError | None
+    """The root mean square over the large ones of `tensors`; None where there are none."""
     tensors: tuple[TensorError, ...]
-    """In the order of the model; empty where an arm did not finish."""
+    """Of the whole model, in its order; empty where an arm did not finish."""
     native_expected: int
     unpatched_native: int
     patched_native: int
@@ -75,7 +79,7 @@ class ParityReport:
 
     def worst_first(self) -> list[TensorError]:
         """The tensors, those that use most of their bound first."""
-        return sorted(self.tensors, key=lambda error: -error.use)
+        return sorted((*self.in_place, *self.tensors), key=lambda error: -error.use)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists and numbers, fit for JSON; what is infinite or not a number is None."""
@@ -87,27 +91,15 @@ class ParityReport:
             "exit_code": self.exit_code,
             **{name: list(found[name]) for name in ("reasons", "dtypes", "ops", "notes")},
             **{name: dict(found[name]) for name in ("calls", "declines", "seconds")},
-            "tensors": [_tensor_to_dict(error) for error in self.worst_first()],
+            "whole": None if self.whole is None else _tensor_to_dict(self.whole),
+            "in_place": [_tensor_to_dict(error) for error in self.in_place],
+            "tensors": [_tensor_to_dict(error) for error in self.tensors],
             "versions": _versions(),
         }
 
     def table(self, limit: int | None = None) -> str:
-        """One row for each tensor, or for the `limit` worst ones."""
-        rows = [
-            (
-                error.name,
-                error.kind,
-                error.elements,
-                f"{error.unpatched:.2e}",
-                f"{error.patched:.2e}",
-                f"{error.ratio:.3f}",
-                f"{error.use:.0%}" if math.isfinite(error.use) else "inf",
-                "" if error.bound == STANDARD else str(error.bound),
-            )
-            for error in self.worst_first()[:limit]
-        ]
-        headers = ("tensor", "kind", "elements", "unpatched", "patched", "ratio", "of bound", "bound of its own")
-        return table.render(headers, rows)
+        """One row for each tensor, those in place too, or for the `limit` worst ones."""
+        return _table_of(self.worst_first()[:limit])
 
     def plot(self, path: str | Path) -> None:
         """Writes a picture of every tensor's error ratio; its format is that of the file name. Needs matplotlib."""
@@ -137,19 +129,77 @@ class ParityReport:
         return (f"; by route: {calls}" if calls else "") + (f"; not the fastest because of: {why}" if why else "")
 
     def _tensors(self) -> list[str]:
-        within, judged = sum(e.holds for e in self.tensors), sum(e.bound == STANDARD for e in self.tensors)
-        rest = len(self.tensors) - SHOWN
-        return [
-            f"{within} of {len(self.tensors)} tensors are within their bound; for the {judged} of at least "
-            f"{LEAST_ELEMENTS} elements",
-            f"that is {STANDARD}: relative L2 errors against the {self.reference_dtype} reference",
+        lines = [f"Relative L2 errors against the {self.reference_dtype} reference."]
+        if self.in_place:
+            lines += [
+                "",
+                "In place: what each patched module gave in the model. Unpatched: the library, on the same input.",
+                _within(self.in_place, f"{STANDARD}, for those that at least {LEAST_ELEMENTS} elements carry"),
+                "",
+                kinds(self.in_place),
+            ]
+        lines += [
             "",
-            self.table(SHOWN),
-            *([f"... and {rest} more, in report.table()"] if rest > 0 else []),
+            f"The whole model. {_within(self.tensors, f'no more than {STRAY.factor:g} x the worst of a kind')}",
         ]
+        if self.whole is not None:
+            lines.append(
+                f"Root mean square: unpatched {self.whole.unpatched:.2e}, patched {self.whole.patched:.2e}; the bound "
+                f"is {WHOLE}."
+            )
+        lines += ["", kinds(self.tensors)]
+        broken = [error for error in self.worst_first() if not error.holds]
+        if broken:
+            rest = len(broken) - SHOWN
+            lines += ["", "Outside their bound, the worst first:", "", _table_of(broken[:SHOWN])]
+            lines += [f"... and {rest} more, in report.table()"] if rest > 0 else []
+        return lines
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))
+
+
+def kinds(errors: Sequence[TensorError], control: Mapping[str, Sequence[TensorError]] | None = None) -> str:
+    """A table with one row for the tensors of the same name in all layers.
+
+    `control` has the errors of another arm as its `patched`, by kind: two further columns.
+    """
+    headers = ["tensor", "tensors", "unpatched", "patched", "ratio", "largest ratio", "of bound"]
+    rows: list[list[object]] = []
+    for name, found in by_kind(errors).items():
+        every = together(name, found)
+        row: list[object] = [name, len(found), f"{every.unpatched:.2e}", f"{every.patched:.2e}", f"{every.ratio:.3f}"]
+        row += [f"{max(error.ratio for error in found):.3f}", _percent(max(error.use for error in found))]
+        if control is not None:
+            others = control[name]
+            row += [f"{together(name, others).ratio:.3f}", f"{max(error.ratio for error in others):.3f}"]
+        rows.append(row)
+    return table.render([*headers, *(["control", "largest"] if control is not None else [])], rows)
+
+
+def _table_of(errors: Sequence[TensorError]) -> str:
+    rows = [
+        (
+            error.name,
+            error.kind,
+            error.elements,
+            f"{error.unpatched:.2e}",
+            f"{error.patched:.2e}",
+            f"{error.ratio:.3f}",
+            _percent(error.use),
+            str(error.bound) if error.measure is None else f"{error.bound.factor:g} x {error.measure:.2e}",
+        )
+        for error in errors
+    ]
+    return table.render(("tensor", "kind", "elements", "unpatched", "patched", "ratio", "of bound", "bound"), rows)
+
+
+def _percent(use: float) -> str:
+    return f"{use:.0%}" if math.isfinite(use) else "inf"
+
+
+def _within(errors: Sequence[TensorError], rule: str) -> str:
+    return f"{sum(error.holds for error in errors)} of {len(errors)} tensors are within their bound: {rule}."
 
 
 def _tensor_to_dict(error: TensorError) -> dict[str, Any]:

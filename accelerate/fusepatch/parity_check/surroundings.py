@@ -163,13 +163,33 @@ def ieee_dots_in_fla() -> Iterator[list[str]]:
                 setattr(kernel, name, cache)
 
 
+@contextlib.contextmanager
+def untuned_fla() -> Iterator[None]:
+    """FLA's kernels run in the first of the configurations that they would choose from by timing them all.
+
+    That takes minutes for a small model, twice where they are compiled anew for the reference, and no figure here is
+    one of speed. For kernels of the modules that are imported by then.
+    """
+    tuned = [kernel for kernel in _fla_kernels() if len(vars(kernel).get("configs", ())) > 1]
+    before = [kernel.configs for kernel in tuned]
+    for kernel in tuned:
+        kernel.configs = kernel.configs[:1]
+    try:
+        yield
+    finally:
+        for kernel, configs in zip(tuned, before, strict=True):
+            kernel.configs = configs
+
+
 def _fla_modules() -> list[Any]:
     return [module for name, module in list(sys.modules.items()) if name.startswith("fla.") and module is not None]
 
 
 def _fla_kernels() -> list[Any]:
     """Triton's objects for every kernel in the modules of FLA that are imported: the function, and its autotuner."""
-    jit: Any = sys.modules["triton.runtime.jit"]
+    jit: Any = sys.modules.get("triton.runtime.jit")
+    if jit is None:
+        return []
     found: dict[int, Any] = {}
     for module in _fla_modules():
         for value in list(vars(module).values()):
