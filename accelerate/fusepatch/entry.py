@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -485,6 +486,8 @@ def _register_exit_report() -> None:
 
 def _report_at_exit() -> None:
     ledger.end_first_step()
+    if multiprocessing.parent_process() is not None:
+        return  # a worker, such as a data loader's, is not what was asked to run natively
     never_ran = _never_ran(tuple(settings.OPS))
     if never_ran and ledger.is_rank_zero():
         level = logging.ERROR if _state.strict else logging.WARNING

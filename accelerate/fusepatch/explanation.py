@@ -39,7 +39,7 @@ class Explanation:
     modules: tuple[ModuleRoute, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists and numbers, fit for JSON."""
+        """Plain dictionaries, tuples, strings and numbers, fit for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:

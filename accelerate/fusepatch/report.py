@@ -62,7 +62,7 @@ class Status:
     disabled: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists and numbers, fit for JSON."""
+        """Plain dictionaries, tuples, strings and numbers, fit for JSON."""
         return dataclasses.asdict(self)
 
     def native_calls(self) -> int:

@@ -570,3 +570,9 @@ def test_under_autocast_the_gradients_are_those_of_stock(shapes, recompute: bool
 
     found, expected = under_autocast(functools.partial(ours, recompute=recompute)), under_autocast(stock)
     assert all(relative_error(found[name], expected[name]) < 2e-2 for name in expected)
+
+
+def test_a_device_without_autocast_inside_another_devices_autocast() -> None:
+    x, gate, up, down = (torch.empty(shape, device="meta") for shape in ((4, 8), (16, 8), (16, 8), (8, 16)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert op.gated_mlp(x, gate, up, down).shape == (4, 8)

@@ -295,3 +295,29 @@ def test_bad_environment(tmp_path: Path) -> None:
     done = run(tmp_path, "script.py", FUSEPATCH_GATED_MLP="yes")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "fusepatch: FUSEPATCH_GATED_MLP='yes' is not valid: it takes 0, 1.\n"
+
+
+def test_a_worker_does_not_report_what_it_was_not_asked_to_run(tmp_path: Path) -> None:
+    write(
+        tmp_path / "script.py",
+        TRAIN
+        + """
+def work():
+    import fusepatch
+    assert any(target.state == "patched" or target.state == "pending" for target in fusepatch.status().targets)
+
+if __name__ == "__main__":
+    import multiprocessing
+    child = multiprocessing.get_context("spawn").Process(target=work)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    if __import__("os").environ.get("NATIVE"):
+        train()
+""",
+    )
+    complaint = "gated_mlp was asked for by name and never ran natively"
+    done = run(tmp_path, "--ops", "gated_mlp", "script.py", NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    assert complaint not in done.stderr
+    assert run(tmp_path, "--ops", "gated_mlp", "script.py").stderr.count(complaint) == 1

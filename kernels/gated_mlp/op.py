@@ -108,7 +108,7 @@ def run_gated_mlp(
     chosen_here = backend is None
     if backend is None:
         backend = _check_gated_mlp(tensors, activation)
-    if chosen_here and torch._C._is_any_autocast_enabled():
+    if chosen_here and torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(x.device.type):
         # Called directly the op computes in the dtype it is given; backward passes run without autocast in any case.
         with torch.autocast(x.device.type, enabled=False):
             return run_gated_mlp(backend, *tensors, activation, recompute)
