@@ -103,9 +103,13 @@ def decide(layout: Layout, module: nn.Module, x: Any) -> Verdict:
     weights = read_weights(layout, module)
     if isinstance(weights, Reason):
         return _try_pointwise(layout, module, x.dtype, x.device, tokens, activation, weights)
-    backend = why_not_input(x, weights) or choose_fused(weights, activation, x.device, x.dtype, tokens, x)
+    # The look at every weight, 2 us, comes last: where no kernel would serve, it is not needed.
+    backend = guard.why_autocast(x, weights.gate) or choose_fused(weights, activation, x.device, x.dtype, tokens, x)
     if isinstance(backend, Reason):
         return _try_pointwise(layout, module, x.dtype, x.device, tokens, activation, backend)
+    why_not = why_not_weights(weights) or why_not_input(x, weights)
+    if why_not is not None:
+        return _try_pointwise(layout, module, x.dtype, x.device, tokens, activation, why_not)
     return Verdict(FUSED, activation, backend, weights)
 
 
@@ -125,8 +129,9 @@ def decide_module(layout: Layout, module: nn.Module, assumed: Assumed) -> Decisi
     if isinstance(weights, Reason):
         return _try_pointwise(layout, module, dtype, device, tokens, activation, weights).decision
     backend = choose_fused(weights, activation, device, dtype, tokens)
-    if isinstance(backend, Reason):
-        return _try_pointwise(layout, module, dtype, device, tokens, activation, backend).decision
+    why_not = backend if isinstance(backend, Reason) else why_not_weights(weights)
+    if why_not is not None:
+        return _try_pointwise(layout, module, dtype, device, tokens, activation, why_not).decision
     return FUSED
 
 
@@ -198,7 +203,7 @@ def _reads_plainly(kind: type, names: tuple[str, ...]) -> bool:
 
 
 def read_weights(layout: Layout, module: nn.Module) -> Weights | Reason:
-    """The module's weights, where each projection is exactly a linear layer of fitting shape; else why not."""
+    """The module's weights, where each projection is exactly a linear layer; else why not."""
     children = module.__dict__["_modules"]
     gate, down = children.get(layout.gate), children.get(layout.down)
     up = None if layout.up is None else children.get(layout.up)
@@ -211,17 +216,15 @@ def read_weights(layout: Layout, module: nn.Module) -> Weights | Reason:
             return Reason.HOOKS
     of_gate, of_down = gate.__dict__["_parameters"], down.__dict__["_parameters"]
     of_up = {} if up is None else up.__dict__["_parameters"]
-    weights = Weights(
+    return Weights(
         of_gate["weight"], of_up.get("weight"), of_down["weight"], of_gate["bias"], of_up.get("bias"), of_down["bias"]
     )
-    return _why_not_weights(weights) or weights
 
 
-def _why_not_weights(weights: Weights) -> Reason | None:
+def why_not_weights(weights: Weights) -> Reason | None:
+    """Why the fused route can't read these weights together, if it can't."""
     gate, up, down = weights.gate, weights.up, weights.down
     dtype, device = gate.dtype, gate.device
-    if down.dim() != 2:
-        return guard.why_not_plain_linear_weight(down)
     hidden, inner = down.shape
     for tensor in weights:
         if tensor is None:
@@ -241,14 +244,14 @@ def why_not_input(x: Tensor, weights: Weights) -> Reason | None:
     """Why the fused route can't read `x` beside these weights, if it can't."""
     gate = weights.gate
     if x.dtype is not gate.dtype:
-        return guard.why_autocast(x, gate) or Reason.DTYPE
+        return Reason.DTYPE
     if x.device != gate.device:
         return Reason.META if gate.device.type == "meta" else Reason.DEVICE
     if x.shape[-1:] != gate.shape[1:]:
         return Reason.SHAPE
     if not x.is_contiguous() and not _is_rows(x):
         return Reason.STRIDES
-    return guard.why_autocast(x, gate)
+    return None
 
 
 def _is_rows(x: Tensor) -> bool:
@@ -269,6 +272,8 @@ def choose_fused(
 ) -> Backend | Reason:
     """The backend of the fused route for this many tokens, or why there is none."""
     gate, up, down = weights.gate, weights.up, weights.down
+    if gate.dim() != 2 or down.dim() != 2:
+        return guard.why_not_plain_linear_weight(down if gate.dim() == 2 else gate)
     bias = weights.gate_bias is not None or weights.up_bias is not None
     problem = Problem(Route.FUSED, device, dtype, gate.shape[1], weights.inner, activation, bias)
     read = (*inputs, gate, down) if up is None else (*inputs, gate, up, down)

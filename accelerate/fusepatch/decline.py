@@ -31,6 +31,8 @@ class Route(Enum):
 class Reason(Enum):
     """Why a target, a module or a call was not served by a faster route. `value` is the stable slug."""
 
+    __hash__ = object.__hash__  # as above
+
     # The user said so: never an error, not even in strict mode.
     DISABLED = ("disabled", "the call ran inside `fusepatch.disabled()`", "leave the context manager", True)
     ENV_DISABLED = (

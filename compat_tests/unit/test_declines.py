@@ -362,7 +362,7 @@ def test_mixed_weights_under_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return train(changed(on("down_proj", lambda linear: linear.bfloat16())))
 
-    check(run, POINTWISE, Reason.DTYPE, tolerance=1e-2)
+    check(run, POINTWISE, Reason.AUTOCAST, tolerance=1e-2)
 
 
 # ---------------------------------------------------------------------------------------- what the activation is
