@@ -18,6 +18,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -520,6 +521,10 @@ def _gpus(it: _Examination, torch: Any) -> tuple[Gpu, ...]:
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
+_CHECKS_AT_ONCE = 4
+"""Each is a process of its own, which imports torch and compiles for most of its time, and uses the GPU for little."""
+
+
 def _kernels(gpus: Sequence[Gpu], cuda: str | None, renew: bool, tell: Callable[[str], None]) -> tuple[Kernel, ...]:
     import torch
 
@@ -554,9 +559,10 @@ def _kernel(
     on_gpu = devices[0].type == "cuda"
     checks: tuple[CheckResult, ...] = ()
     if standing.reason is None and on_gpu:
-        checks = tuple(
-            result for check in standing.checks for result in (_renew if renew else _remembered)(check, devices, tell)
-        )
+        look = _renew if renew else _remembered
+        with ThreadPoolExecutor(_CHECKS_AT_ONCE) as pool:
+            found = list(pool.map(lambda check: look(check, devices, tell), standing.checks))
+        checks = tuple(result for results in found for result in results)
     serves, reason = _serves(op, standing, checks)
     return Kernel(
         op=op,

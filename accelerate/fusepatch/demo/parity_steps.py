@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parity_check.bound import LEAST_ELEMENTS, STANDARD, STRAY, WHOLE, TensorError, TensorName, by_kind, error_of
+from ..parity_check.bound import LEAST_ELEMENTS, ROW, STANDARD, STRAY, WHOLE, TensorError, TensorName, by_kind, error_of
 from ..parity_check.check import parity
 from ..parity_check.report import ParityReport, kinds
 from . import control, page, training
@@ -66,7 +66,7 @@ def _show_in_place(shown: Shown, report: ParityReport, expected: int) -> None:
     failure = f"{broken[0].name} is outside the parity bound" if broken else "; ".join(report.reasons)
     page.say(
         f"\n{shown.expect(held, failure)}: {len(report.in_place) - len(broken)} of {len(report.in_place)} tensors are "
-        f"within the bound, {STANDARD}\n(wider for a tensor that fewer than {LEAST_ELEMENTS} elements carry)."
+        f"within the bound:\n{STANDARD}; for the worst row of a tensor, {ROW}."
     )
     shown.expect_native(report.patched_native, "in the patched arm", expected)
 

@@ -60,12 +60,13 @@ def parity(
     source = Source(build_or_model, seed)
     options = Options(batch, loss, seed, gradients, poison)
     found = _Found(native_asked=native_calls)
-    with entry.disabled():
-        _run_reference(source, options, found)
+    with _outside_inference_mode():
+        with entry.disabled():
+            _run_reference(source, options, found)
+            if not found.baseline_failed:
+                _run_unpatched(source, options, found)
         if not found.baseline_failed:
-            _run_unpatched(source, options, found)
-    if not found.baseline_failed:
-        _run_patched(source, options, names, None if ops is None else names, found)
+            _run_patched(source, options, names, None if ops is None else names, found)
     return _report(found, names, seed)
 
 
@@ -85,6 +86,11 @@ def _check(build_or_model: Any, batch: Any, loss: Any, native_calls: Any, seed: 
             raise TypeError(f"{name} must be a whole number, got {value!r}")
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def _outside_inference_mode() -> contextlib.AbstractContextManager[Any]:
+    """In it no gradient is recorded, whatever is asked for. Left alone elsewhere, since leaving turns gradients on."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 @dataclass

@@ -1,16 +1,18 @@
-"""What every patched module gave on the very call that it served inside the patched model.
+"""What every patched module gave on each call that it served inside the patched model.
 
 Its output and gradients are compared with an fp32 copy of the module and with the library's own code, each given the
-same input and the same incoming gradient. No error of another layer is in it, so that each tensor can be judged.
+same input, random numbers and incoming gradient. No error of another layer is in it, so that each tensor can be judged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from .. import entry
 from . import arms, bound
 from .bound import TensorError, TensorName
-from .surroundings import exact_arithmetic
+from .surroundings import exact_arithmetic, random_numbers
 
 OUTPUT, INPUT_GRADIENT = "output", "gradient of the input"
 
@@ -35,15 +37,25 @@ class Seen:
     device: torch.device
     autocast: torch.dtype | None
     """The dtype of the autocast that the call was in; None where it was in none."""
+    random: tuple[Tensor, Tensor | None]
+    """The states of the CPU's and the device's generator."""
+    wants_dx: bool
     out: Tensor | None = None
     dout: Tensor | None = None
     dx: Tensor | None = None
+    weights: dict[str, dict[tuple[int, int], Tensor]] = field(default_factory=dict)
+    """What the call added to each weight's gradient, by the place in its graph: the sum counts."""
+
+    @property
+    def input(self) -> Tensor:
+        """What the module was given."""
+        x: Tensor = self.kwargs[self.x] if isinstance(self.x, str) else self.args[self.x]
+        return x
 
     @property
     def tokens(self) -> int:
         """How many rows the input has."""
-        x: Tensor = self.kwargs[self.x] if isinstance(self.x, str) else self.args[self.x]
-        return x.numel() // max(1, x.shape[-1]) if x.dim() else 1
+        return self.input.numel() // max(1, self.input.shape[-1]) if self.input.dim() else 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ def watch(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[See
     for name in names:
         before, after = _hooks(seen[name])
         handles.append(modules[name].register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(modules[name].register_forward_hook(after))
+        handles.append(modules[name].register_forward_hook(after, with_kwargs=True))
     try:
         yield seen
     finally:
@@ -75,19 +87,23 @@ def watch(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[See
 
 
 def _hooks(calls: list[Seen]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    running: list[Seen | None] = []
+    running: dict[int, list[Seen | None]] = {}
+    """The calls that have not returned yet, by thread: a wrapper may run a module in several."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _input_of(args, kwargs)
-        running.append(None)
+        mine = running.setdefault(threading.get_ident(), [])
+        mine.append(None)
         if found is None:
             return None
         which, x = found
         type_ = x.device.type
         autocast = torch.get_autocast_dtype(type_) if torch.is_autocast_enabled(type_) else None
         given = tuple(map(_on_cpu, args)), {key: _on_cpu(value) for key, value in kwargs.items()}
-        call = running[-1] = Seen(*given, which, x.device, autocast)
-        if not x.requires_grad:
+        # A parameter is left as it is: our patches decline it, and would serve a view of it.
+        wants_dx = x.requires_grad and torch.is_grad_enabled() and type(x) is Tensor
+        call = mine[-1] = Seen(*given, which, x.device, autocast, _random_states(x.device), wants_dx)
+        if not wants_dx:
             return None
         x = x.view_as(x)  # of its own, so that its gradient is this module's alone
         x.register_hook(lambda dx: _keep(call, "dx", dx))  # type: ignore[no-untyped-call]
@@ -95,16 +111,67 @@ def _hooks(calls: list[Seen]) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return args, {**kwargs, which: x}
         return (*args[:which], x, *args[which + 1 :]), kwargs
 
-    def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        call = running.pop()
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        call = running[threading.get_ident()].pop()
         if call is None or not isinstance(out, Tensor):
             return
         call.out = _on_cpu(out)
-        if out.requires_grad:
-            out.register_hook(lambda dout: _keep(call, "dout", dout))  # type: ignore[no-untyped-call]
+        if out.requires_grad and out.grad_fn is not None:
+            shape = out.shape
+            _end_of(out).register_hook(  # type: ignore[no-untyped-call]
+                lambda dout: _keep(call, "dout", dout.reshape(shape))
+            )
+            _watch_weights(call, module, out, (*args, *kwargs.values()))
         calls.append(call)
 
     return before, after
+
+
+def _end_of(out: Tensor) -> Tensor:
+    """`out`, or the tensor that it is a view of, all of it: to write to a view in place takes it off its own history,
+    and a hook with it.
+    """
+    base = out._base
+    if base is None or base.grad_fn is None or base.numel() != out.numel():
+        return out
+    return base if base.is_contiguous() and out.is_contiguous() else out
+
+
+def _watch_weights(call: Seen, module: nn.Module, out: Tensor, given: Sequence[Any]) -> None:
+    """Keeps what this call alone adds to the gradient of each weight.
+
+    `.grad` also has what other uses of the weight add and what its hooks do; an optimizer in such a hook empties it.
+    """
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    seen: set[Any] = {None, *(x.grad_fn for x in given if isinstance(x, Tensor))}
+    nodes: list[Any] = [out.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for index, (parent, _) in enumerate(node.next_functions):
+            weight = names.get(id(getattr(parent, "variable", None)))
+            if weight is None:
+                nodes.append(parent)
+            else:
+                parts = call.weights.setdefault(weight, {})
+                node.register_hook(functools.partial(_keep_part, parts, (len(seen), index)))
+
+
+def _keep_part(
+    parts: dict[tuple[int, int], Tensor],
+    place: tuple[int, int],
+    gradients: tuple[Tensor | None, ...],
+    _: tuple[Tensor | None, ...],
+) -> None:
+    gradient = gradients[place[1]]
+    if gradient is not None:
+        parts[place] = _on_cpu(gradient)
+
+
+def _random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
@@ -126,49 +193,93 @@ def _keep(call: Seen, name: str, gradient: Tensor) -> None:
 def judge(model: nn.Module, seen: dict[str, list[Seen]], ops: tuple[str, ...]) -> Judged:
     """The errors of what was seen in `model`, whose gradients are still those of that pass."""
     shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    dtype = arms.reference_dtype(model)
     errors: list[TensorError] = []
     notes: list[str] = []
-    with entry.disabled(), exact_arithmetic(model):
-        expected = {name: _reference(model, name, calls) for name, calls in seen.items() if calls}
-    for name, reference in expected.items():
-        module, call = _module(model, name), _call_of(seen[name])
-        gave = {OUTPUT: call.out, INPUT_GRADIENT: call.dx}
-        if sum(each.dout is not None for each in seen[name]) == 1:
-            own = module.named_parameters()
-            gave |= {_of(weight): p.grad for weight, p in own if p.requires_grad and shared[id(p)] == 1}
-        try:
-            if isinstance(reference, Exception):
-                raise reference
-            with entry.disabled():
-                library = _run(module, call, None)
-        except Exception as error:
-            notes.append(f"{name} can't be judged alone: {type(error).__name__}: {error}")
-            continue
-        found = _errors(name, call, gave, library, reference, ops)
-        usable = [error for error in found if error.unpatched <= bound.USABLE_ERROR]
-        if len(usable) < len(found):
-            notes.append(f"{name} is not judged alone: run again, the library itself gives something else")
-        errors += usable
+    for calls in seen.values():
+        for call in calls:
+            if call.dout is not None and not _is_finite(call.dout):
+                call.dout = None  # from NaN nobody gives a gradient that can be compared; the output can be
+    with random_numbers(0), entry.disabled():
+        with exact_arithmetic(model):
+            expected = {name: _replay(model, name, calls, dtype) for name, calls in seen.items() if calls}
+        for name, references in expected.items():
+            libraries = _replay(model, name, seen[name], None)
+            for number, (call, reference, library) in enumerate(
+                zip(seen[name], references, libraries, strict=True), start=1
+            ):
+                title = name if number == 1 else f"{name}, call {number}"
+                failed = next((each for each in (reference, library) if isinstance(each, str)), None)
+                if failed is not None:
+                    notes.append(f"{title} can't be judged alone: {failed}")
+                    continue
+                assert not isinstance(reference, str)
+                assert not isinstance(library, str)
+                gave = _gave(_module(model, name), call, seen[name], shared)
+                found = _errors(title, call, gave, library, reference, ops)
+                usable = [error for error in found if error.unpatched <= bound.USABLE_ERROR]
+                if len(usable) < len(found):
+                    notes.append(f"{title} is not judged alone: run again, the library itself gives something else")
+                errors += usable
     return Judged(tuple(errors), tuple(notes))
 
 
-def _reference(model: nn.Module, name: str, calls: list[Seen]) -> dict[str, Tensor | None] | Exception:
+def _gave(module: nn.Module, call: Seen, calls: list[Seen], shared: Counter[int]) -> dict[str, Tensor | None]:
+    """What is to be judged of a call.
+
+    Of a weight that its graph does not lead to, `.grad` tells, where only this call can have a part in it.
+    """
+    gave = {OUTPUT: call.out}
+    if call.dout is None:
+        return gave
+    gave[INPUT_GRADIENT] = call.dx
+    alone = sum(each.dout is not None for each in calls) == 1
+    for name, weight in module.named_parameters():
+        if not weight.requires_grad:
+            continue
+        parts = list(call.weights.get(name, {}).values())
+        if parts and (alone or call.autocast is None):  # autocast casts a weight once for several calls
+            gave[_of(name)] = sum(parts[1:], start=parts[0])
+        elif not parts and alone and shared[id(weight)] == 1:
+            gave[_of(name)] = weight.grad
+    return gave
+
+
+def _replay(
+    model: nn.Module, name: str, calls: list[Seen], dtype: torch.dtype | None
+) -> list[dict[str, Tensor | None] | str]:
+    """What a copy of the module, in `dtype` where given, gives for each call; text says why it gives nothing."""
+    found: list[dict[str, Tensor | None] | str] = []
     try:
-        wide = copy.deepcopy(_module(model, name))
-        arms.widen(wide)
-        found = _run(wide, replace(_call_of(calls), autocast=None), arms.reference_dtype(model))
-    except Exception as error:  # the library's: told in a note
-        return error
-    return {what: None if tensor is None else tensor.cpu() for what, tensor in found.items()}
+        # A copy: hooks on the model's own weights would change their gradients.
+        module = copy.deepcopy(_module(model, name))
+    except Exception as error:
+        return [_first_line(error)] * len(calls)
+    if dtype is not None:
+        arms.widen(module)
+    for call in calls:
+        if not _is_finite(call.input):
+            found.append("what it was given is not finite")
+            continue
+        try:
+            given = _run(module, call if dtype is None else replace(call, autocast=None), dtype)
+        except Exception as error:  # the library's: told in a note
+            found.append(_first_line(error))
+        else:
+            found.append({what: None if tensor is None else tensor.cpu() for what, tensor in given.items()})
+    return found
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name) if name else model
-
-
-def _call_of(calls: list[Seen]) -> Seen:
-    """The first call that a gradient came back to, else the first."""
-    return next((call for call in calls if call.dout is not None), calls[0])
 
 
 def _of(weight: str) -> str:
@@ -181,15 +292,19 @@ def _run(module: nn.Module, call: Seen, dtype: torch.dtype | None) -> dict[str, 
     def own(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(call.device, dtype if dtype is not None and value.is_floating_point() else value.dtype)
+        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        return value.to(call.device, wanted, copy=True)  # the module may write to it
 
     args, kwargs = list(map(own, call.args)), {key: own(value) for key, value in call.kwargs.items()}
     x: Tensor = kwargs[call.x] if isinstance(call.x, str) else args[call.x]
     wanted: dict[str, Tensor] = {}
     if call.dout is not None:
-        if call.dx is not None:
+        if call.wants_dx:
             wanted[INPUT_GRADIENT] = x.requires_grad_()
         wanted |= {_of(name): p for name, p in module.named_parameters() if p.requires_grad}
+    torch.set_rng_state(call.random[0])
+    if call.random[1] is not None:
+        torch.cuda.set_rng_state(call.random[1], call.device)
     with torch.set_grad_enabled(bool(wanted)), _autocast(call):
         out = module(*args, **kwargs)
     found: dict[str, Tensor | None] = {OUTPUT: out.detach()}
@@ -201,9 +316,9 @@ def _run(module: nn.Module, call: Seen, dtype: torch.dtype | None) -> dict[str, 
 
 
 def _autocast(call: Seen) -> contextlib.AbstractContextManager[Any]:
-    if call.autocast is None:
+    if call.autocast is None and not torch.is_autocast_enabled(call.device.type):
         return contextlib.nullcontext()
-    return torch.autocast(call.device.type, call.autocast)
+    return torch.autocast(call.device.type, call.autocast, enabled=call.autocast is not None)
 
 
 def _errors(
@@ -222,15 +337,14 @@ def _errors(
         name = TensorName("in place", f"{module}: {what}" if module else what)
         size = expected if expected is not None else actual
         assert size is not None
-        errors.append(
-            TensorError(
-                *name,
-                size.numel(),
-                _error(name, library.get(what), expected),
-                _error(name, actual, expected),
-                bound.bound_in_place(name, size, ops, call.tokens),
-            )
-        )
+        stock = library.get(what)
+        off_stock, off_ours = _error(name, stock, expected), _error(name, actual, expected)
+        held_to = bound.bound_in_place(name, size, ops, call.tokens)
+        errors.append(TensorError(*name, size.numel(), off_stock, off_ours, held_to))
+        if expected is None or stock is None or actual is None or size.dim() < 2 or held_to == bound.SMALL:
+            continue
+        off_stock, off_ours = bound.worst_row_of(stock, expected), bound.worst_row_of(actual, expected)
+        errors.append(TensorError(name.kind, f"{name.name}, worst row", size.shape[-1], off_stock, off_ours, bound.ROW))
     return errors
 
 

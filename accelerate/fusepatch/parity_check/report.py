@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, catalogue, table
-from .bound import LEAST_ELEMENTS, STANDARD, STRAY, WHOLE, TensorError, by_kind, together
+from .bound import LEAST_ELEMENTS, ROW, STANDARD, STRAY, WHOLE, TensorError, by_kind, together
 
 SHOWN = 20
 """Tensors outside their bound that `print(report)` shows."""
@@ -134,7 +134,8 @@ class ParityReport:
             lines += [
                 "",
                 "In place: what each patched module gave in the model. Unpatched: the library, on the same input.",
-                _within(self.in_place, f"{STANDARD}, for those that at least {LEAST_ELEMENTS} elements carry"),
+                _within(self.in_place, f"{STANDARD}; for the worst row of a tensor, {ROW}"),
+                f"(wider where a tensor's size lies in fewer than {LEAST_ELEMENTS} of its elements)",
                 "",
                 kinds(self.in_place),
             ]

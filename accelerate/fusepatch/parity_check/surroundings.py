@@ -70,9 +70,7 @@ def exact_arithmetic(model: nn.Module) -> Iterator[tuple[str, ...]]:
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_tf32())
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(_no_autocast())
         notes += stack.enter_context(_attention_that_takes_fp32(model))
         if _on_gpu(model) and "fla" in sys.modules:
             notes += stack.enter_context(ieee_dots_in_fla())
@@ -115,6 +113,29 @@ def _no_tf32() -> Iterator[None]:
             torch.set_float32_matmul_precision(matmul)
         for key, precision in before.items():
             _set_precision(*key, precision)
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Nor where the model enters it in its own forward, as one does that accelerate has prepared."""
+    enter: Any = torch.autocast.__enter__
+
+    def enter_disabled(self: Any) -> Any:
+        enabled, self._enabled = self._enabled, False
+        try:
+            return enter(self)
+        finally:
+            self._enabled = enabled
+
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        torch.autocast.__enter__ = enter_disabled  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
