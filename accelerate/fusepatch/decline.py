@@ -74,8 +74,8 @@ class Reason(Enum):
     FORWARD_AD = ("forward-ad", "forward-mode AD is active", "use reverse-mode autograd")
     DISPATCH_MODE = (
         "dispatch-mode",
-        "a TorchDispatchMode is active (selective checkpointing, a FLOP counter, a fake-tensor mode)",
-        "use full checkpointing, or run without the mode",
+        "a mode is active that records a graph, or makes tensors without data",
+        "nothing to do: selective checkpointing, FLOP counters and other modes are served",
     )
     AUTOCAST = (
         "autocast",

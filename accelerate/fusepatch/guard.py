@@ -27,6 +27,8 @@ _LINEAR_FORWARD = fingerprint.genuine(
 
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _dispatch_stack = torch._C._len_torch_dispatch_stack
+_mode = torch._C._get_dispatch_mode
+_MODES_OF_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 _tracing_state = torch._C._get_tracing_state
 
 
@@ -43,7 +45,7 @@ def why_not_plain_call(x: Any) -> Reason | None:
         return _why_not_tensor(x)
     if _interpreter_stack() is not None:
         return Reason.FUNCTORCH
-    if _dispatch_stack():
+    if _dispatch_stack() and _is_traced():
         return Reason.DISPATCH_MODE
     if forward_ad._current_level >= 0:
         return Reason.FORWARD_AD
@@ -52,6 +54,11 @@ def why_not_plain_call(x: Any) -> Reason | None:
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return Reason.GLOBAL_HOOKS
     return None
+
+
+def _is_traced() -> bool:
+    """Whether a mode runs that stands for a graph or for fake data. Any other sees our kernels as operators."""
+    return any(_mode(key) is not None for key in _MODES_OF_TRACERS)
 
 
 def _why_not_tensor(x: Any) -> Reason:

@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.activations import SiLUActivation
@@ -35,7 +36,7 @@ import fusepatch
 from fusepatch import arch, selfcheck
 from fusepatch.catalogue import Assumed
 from fusepatch.decline import Reason, Route
-from fusepatch.kernels.gated_mlp import choose
+from fusepatch.kernels.gated_mlp import choose, library, reference
 from fusepatch.shims import activations, hf_gated_mlp
 from support import relative_error, tiny_llama, tiny_llama_mlp
 
@@ -492,7 +493,7 @@ CALLS = {
     "vmap": (Reason.FUNCTORCH, lambda mlp: vmap(mlp)(tokens())),
     "jvp": (Reason.FUNCTORCH, lambda mlp: jvp(mlp, (tokens(),), (torch.ones(3, 64),))),
     "dual": (Reason.FORWARD_AD, in_dual_level),
-    "flop-counter": (Reason.DISPATCH_MODE, counting_flops),
+    "flop-counter": (Reason.GLOBAL_HOOKS, counting_flops),  # it counts by module
     "fake-mode": (Reason.DISPATCH_MODE, faked),
     "make-fx": (Reason.DISPATCH_MODE, proxy_traced),
     "global-hook": (Reason.GLOBAL_HOOKS, with_global_hook),
@@ -513,9 +514,72 @@ def test_call(case: str) -> None:
     check(lambda: run(tiny_llama_mlp()), ORIGINAL, reason)
 
 
-@provokes(Reason.DISPATCH_MODE)
 def test_selective_checkpointing() -> None:
-    check(lambda: selectively_checkpointed(tiny_llama_mlp()), ORIGINAL, Reason.DISPATCH_MODE, calls=2)
+    check(lambda: selectively_checkpointed(tiny_llama_mlp()), FUSED, None, calls=2)
+
+
+@pytest.mark.parametrize("route", [FUSED, POINTWISE])
+def test_selective_checkpointing_may_keep_our_kernels(route: Route) -> None:
+    """What the policy saves is not run again."""
+    assert library.operators(choose.REFERENCE).backend == "reference"  # importing it makes the operators
+    operators = [torch.ops.fusepatch.dual_gemm_act.default, torch.ops.fusepatch.act_mul.default]
+    ran: list[str] = []
+    real = reference.dual_gemm_act, reference.act_mul
+
+    def run() -> list[Tensor]:
+        contexts = functools.partial(create_selective_checkpoint_contexts, operators)
+        mlp = tiny_llama_mlp()
+        if route is POINTWISE:
+            mlp.gate_proj.register_parameter("bias", nn.Parameter(torch.full((96,), 0.5)))
+        return train(Checkpointed(mlp, use_reentrant=False, context_fn=contexts))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "dual_gemm_act", lambda *a, **k: (ran.append("fused"), real[0](*a, **k))[1])
+        patch.setattr(reference, "act_mul", lambda *a, **k: (ran.append("pointwise"), real[1](*a, **k))[1])
+        check(run, route, None if route is FUSED else Reason.BIAS, calls=2)
+    # The fused kernels of the reference backend call act_mul themselves, the backward one too.
+    assert ran == (["fused", "pointwise", "pointwise"] if route is FUSED else ["pointwise"])
+
+
+class Recording(TorchDispatchMode):
+    """A mode as a user writes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("route", [FUSED, POINTWISE])
+def test_a_mode_around_the_forward_alone(route: Route) -> None:
+    """What is recomputed without the mode takes the same route, and saves the same tensors."""
+
+    def run() -> list[Tensor]:
+        x, mlp = tokens(), tiny_llama_mlp()
+        if route is POINTWISE:
+            mlp.gate_proj.register_parameter("bias", nn.Parameter(torch.full((96,), 0.5)))
+        with Recording():
+            out = checkpoint(mlp, x, use_reentrant=False)
+        out.sum().backward()
+        return [x.grad, *(p.grad for p in mlp.parameters())]
+
+    check(run, route, None if route is FUSED else Reason.BIAS, calls=2)
+
+
+def test_a_mode_sees_our_kernels_as_operators() -> None:
+    def run() -> list[Tensor]:
+        with Recording() as mode:
+            out = train(tiny_llama_mlp())
+        seen.append(mode.seen)
+        return out
+
+    seen: list[list[str]] = []
+    check(run, FUSED, None)
+    ours = [name for name in seen[-1] if name.startswith("fusepatch")]
+    assert ours == ["fusepatch.dual_gemm_act.default", "fusepatch.gemm_dact.default"]
 
 
 def test_zero_tokens() -> None:
@@ -1220,7 +1284,7 @@ def test_hooked_input_and_checkpointing(use_reentrant: bool) -> None:
     check(run, FUSED, None, calls=2)
 
 
-@fault("a mode or a global hook around the forward pass alone gives its recomputation another route")
+@fault("a global hook around the forward pass alone, as a FLOP counter's, gives its recomputation another route")
 @pytest.mark.parametrize("around", ["flop-counter", "global-hook"])
 def test_state_around_the_forward_alone(around: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode

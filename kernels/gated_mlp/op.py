@@ -135,8 +135,20 @@ def run_act_mul(backend: Backend | None, gate: Tensor, up: Tensor | None, activa
     if torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad)):
         result: Tensor = _ActMul.apply(backend, activation, gate, up)  # type: ignore[no-untyped-call]
         return result
-    product: Tensor = load(backend).act_mul(*_halves(gate, up), activation)
+    product: Tensor = _kernels(backend).act_mul(*_halves(gate, up), activation)
     return product
+
+
+_dispatch_stack = torch._C._len_torch_dispatch_stack
+
+
+def _kernels(backend: Backend) -> Any:
+    """The backend's functions; as operators of torch where a dispatch mode looks on. About 0.1 us where none does."""
+    if _dispatch_stack():
+        from .library import operators
+
+        return operators(backend)
+    return load(backend)
 
 
 @dataclass(frozen=True)
@@ -164,7 +176,7 @@ class _Call:
             gate_weight, up_weight = gate_weight[:inner], gate_weight[inner:]
             if gate_bias is not None:
                 gate_bias, up_bias = gate_bias[:inner], gate_bias[inner:]
-        result: tuple[Tensor, Tensor | None] = load(self.backend).dual_gemm_act(
+        result: tuple[Tensor, Tensor | None] = _kernels(self.backend).dual_gemm_act(
             x_MH, gate_weight, up_weight, gate_bias, up_bias, self.activation, want_gate_up=want_gate_up
         )
         return result
@@ -173,7 +185,7 @@ class _Call:
         self, dout_MH: Tensor, down_weight: Tensor, gate_up_M2I: Tensor, *, want_h: bool
     ) -> tuple[Tensor, Tensor | None]:
         """d_gate_up [M, 2*I] and, where wanted, h [M, I]."""
-        result: tuple[Tensor, Tensor | None] = load(self.backend).gemm_dact(
+        result: tuple[Tensor, Tensor | None] = _kernels(self.backend).gemm_dact(
             dout_MH, down_weight, gate_up_M2I, self.activation, want_h=want_h
         )
         return result
@@ -266,7 +278,7 @@ class _ActMul(Function):
         ctx.backend, ctx.activation = backend, activation
         ctx.save_for_backward(gate, up if ctx.needs_input_grad[2] else None)
         ctx.packed = up is None
-        product: Tensor = load(backend).act_mul(*_halves(gate, up), activation)
+        product: Tensor = _kernels(backend).act_mul(*_halves(gate, up), activation)
         return product
 
     @staticmethod
@@ -283,7 +295,7 @@ class _ActMul(Function):
             d_gate, d_up = d_first, d_second  # type: ignore[assignment]
             # Where only up wants a gradient, up itself was not saved: its values are not read.
             up = gate if up is None else up
-        load(ctx.backend).act_mul_backward(dh, gate, up, ctx.activation, d_gate=d_gate, d_up=d_up)
+        _kernels(ctx.backend).act_mul_backward(dh, gate, up, ctx.activation, d_gate=d_gate, d_up=d_up)
         return None, None, d_first, d_second
 
 
