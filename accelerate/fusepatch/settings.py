@@ -35,7 +35,9 @@ class OpOptions:
     """Whether `accelerate()` without names turns the op on."""
 
 
-OPS: dict[str, OpOptions] = {op.name: op for op in (OpOptions("gated_mlp", backends=("triton", "reference")),)}
+OPS: dict[str, OpOptions] = {
+    op.name: op for op in (OpOptions("gated_mlp", backends=("triton", "hopper", "reference")),)
+}
 
 
 @dataclass(frozen=True)

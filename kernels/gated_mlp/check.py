@@ -15,13 +15,16 @@ from ...decline import Route
 from . import choose, op
 
 _SHAPES = ((64, 256), (1, 264), (7, 3, 331))
+_FUSED_SHAPES = ((7, 72, 136), (72, 136, 20488), (4099, 72, 1352), (2055, 2056, 3080))
+"""(M, H, I): odd tails everywhere; few tiles and many, with a short K and a long one, so that each way of cutting the
+work up serves one of them, with more than one tile per block."""
 
 
 def run(case: str, device: torch.device, steps: Any) -> list[str]:
     """What differs; nothing where the kernels of the case are right."""
     name, route, dtype_name, activation = case.split()
     (backend,) = (found for found in choose.BACKENDS if found.name == name)
-    checks: dict[Route, Callable[..., list[str]]] = {Route.POINTWISE: _pointwise}
+    checks: dict[Route, Callable[..., list[str]]] = {Route.POINTWISE: _pointwise, Route.FUSED: _fused}
     return checks[Route(route)](backend, device, getattr(torch, dtype_name), activation, steps)
 
 
@@ -45,6 +48,53 @@ def _pointwise(
                 for what, error, bound in _over_bound(ours, plain, exact)
             ]
     return differences
+
+
+def _fused(backend: choose.Backend, device: torch.device, dtype: torch.dtype, activation: str, steps: Any) -> list[str]:
+    generator = torch.Generator().manual_seed(0)
+    differences = []
+    for tokens, hidden, inner in _FUSED_SHAPES:
+        for packed in (False, True):
+            steps.reference()
+            # Of unit scale at every place; x and the incoming gradient are rows of wider tensors.
+            x, dout = (torch.randn(tokens, hidden + 8, generator=generator)[:, :hidden] for _ in range(2))
+            gate, up, down = (
+                torch.randn(*shape, generator=generator) * shape[1] ** -0.5
+                for shape in ((inner, hidden), (inner, hidden), (hidden, inner))
+            )
+            wide = (x, *((torch.cat([gate, up]),) if packed else (gate, up)), down, dout)
+            inputs = [torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=device).copy_(t) for t in wide]
+            exact = _fused_results(choose.REFERENCE, [t.double() for t in inputs], activation)
+            plain = _fused_results(choose.REFERENCE, inputs, activation)
+            what = f"{'packed ' if packed else ''}{[tokens, hidden, inner]}"
+            steps.kernel(f"{backend.name} {what} {dtype} {activation}")
+            ours = _fused_results(backend, inputs, activation)
+            differences += [
+                f"{name} of {what}: relative error {error:.2e}, allowed {bound:.2e}"
+                for name, error, bound in _over_bound(ours, plain, exact)
+            ]
+    return differences
+
+
+def _fused_results(backend: choose.Backend, inputs: list[Tensor], activation: str) -> dict[str, Tensor]:
+    """Output and gradients, with all of them wanted, only that of x, and none: each has kernels of its own."""
+    *tensors, dout = inputs
+    x, *weights = (tensor.detach().requires_grad_() for tensor in tensors)
+    arguments = (*weights[:-1], *((None,) if len(weights) == 2 else ()), weights[-1], None, None, None, activation)
+    out = op.run_gated_mlp(backend, x, *arguments)
+    gradients = torch.autograd.grad(out, (x, *weights), dout)
+    for weight in weights:
+        weight.requires_grad_(False)
+    (dx_alone,) = torch.autograd.grad(op.run_gated_mlp(backend, x, *arguments), x, dout)
+    with torch.no_grad():
+        out_alone = op.run_gated_mlp(backend, x, *arguments)
+    names = (
+        ("d_gate_up_weight", "d_down_weight")
+        if len(weights) == 2
+        else ("d_gate_weight", "d_up_weight", "d_down_weight")
+    )
+    named = dict(zip(("dx", *names), gradients, strict=True))
+    return {"out": out.detach(), **named, "dx alone": dx_alone, "out alone": out_alone}
 
 
 def _results(backend: choose.Backend, gate_up: Tensor, dh: Tensor, activation: str, packed: bool) -> dict[str, Tensor]:

@@ -53,6 +53,8 @@ class Backend:
     """Made for GPUs, and so admitted by architecture; False for plain PyTorch, which runs anywhere when asked for."""
     packages: tuple[str, ...] = ()
     """What must be importable besides torch."""
+    capabilities: frozenset[arch.Capability] | None = None
+    """The only GPUs that the kernels are compiled for; None for all that arch.py lists for the route."""
     width_multiple: int = 1
     """Hidden and intermediate sizes must be multiples of this."""
     byte_alignment: int = 1
@@ -60,8 +62,8 @@ class Backend:
     max_elements: int | None = None
     """The most elements of one tensor that the kernel can index; None for 64-bit indexing."""
     admits: Callable[[Problem, int], bool] = field(default=lambda problem, tokens: True)
-    """Whether the kernel was measured to win for this problem and number of tokens. Not asked where the user named
-    the backend."""
+    """Whether the kernel was measured to win for this problem and number of tokens; with more tokens at least where it
+    is with fewer. Not asked where the user named the backend."""
     compiled: Callable[[Problem, int], bool] = field(default=lambda problem, tokens: True)
     """Whether a launch would neither compile nor allocate plans: what a CUDA-graph capture needs."""
     check: str | None = None
@@ -77,9 +79,62 @@ def _pointwise_wins(problem: Problem, tokens: int) -> bool:
     return tokens * problem.inner >= 2**25 and problem.hidden >= 1024
 
 
+_FUSED_WINS: dict[tuple[int, int], int] = {
+    (896, 4864): 8192,
+    (1024, 3072): 16384,
+    (1536, 8960): 8192,
+    (2048, 5632): 8192,
+    (2048, 6144): 8192,
+    (2048, 8192): 2048,
+    (2560, 9728): 2048,
+    (3072, 8192): 2048,
+    (3584, 18944): 2048,
+    (4096, 11008): 2048,
+    (4096, 12288): 2048,
+    (4096, 14336): 1024,
+    (5120, 17408): 1024,
+    (8192, 28672): 2048,
+}
+"""(hidden, inner) to the fewest tokens at which the Hopper kernels won, forward and forward + backward.
+
+H200, bf16, SiLU, the op over HF eager: forward 0.67 to 0.98, forward + backward 0.79 to 0.99; docs/performance.md has
+the figures. With fewer tokens it lost (by up to 1.21, where the host bounds both), won by less than it varies, or was
+not tried. The forward pass alone won from 512 tokens on, but grad mode must not pick the route.
+"""
+_ALSO_WINS = {(torch.bfloat16, "gelu_tanh"), (torch.float16, "silu")}
+"""Measured at 8192 tokens (16384 with H 1024) of `_ALSO_AT` alone."""
+_ALSO_AT = {(1024, 3072), (2048, 8192), (4096, 14336), (5120, 17408)}
+
+
+def _fused_wins(problem: Problem, tokens: int) -> bool:
+    """Whether this was measured, and won. What was not measured declines."""
+    widths, kind = (problem.hidden, problem.inner), (problem.dtype, problem.activation)
+    fewest = _FUSED_WINS.get(widths)
+    if kind in _ALSO_WINS and widths in _ALSO_AT:
+        fewest = 16384 if problem.hidden == 1024 else 8192
+    elif kind != (torch.bfloat16, "silu"):
+        fewest = None
+    return fewest is not None and tokens >= fewest
+
+
+def _fused_waits(problem: Problem, tokens: int) -> bool:
+    """Never: the last change of the Hopper kernels, to a race that their self-check found on the H200, has been
+    compiled and inspected, and has not run. Where it has, `_fused_wins` takes this one's place.
+    """
+    return False
+
+
+_MOST_TOKENS = 2**40
+
+
 def _is_compiled(problem: Problem, tokens: int) -> bool:
     pointwise = importlib.import_module("fusepatch.kernels.gated_mlp.pointwise")
     return bool(pointwise.is_compiled(problem.dtype, problem.activation, tokens))
+
+
+def _hopper_is_compiled(problem: Problem, tokens: int) -> bool:
+    hopper = importlib.import_module("fusepatch.kernels.gated_mlp.hopper")
+    return bool(hopper.is_compiled(problem, tokens))
 
 
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -95,6 +150,20 @@ BACKENDS: tuple[Backend, ...] = (
         check="fusepatch.kernels.gated_mlp.check",
         admits=_pointwise_wins,
         compiled=_is_compiled,
+    ),
+    Backend(
+        name="hopper",
+        module="fusepatch.kernels.gated_mlp.hopper",
+        routes=frozenset({Route.FUSED}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        fused_bias=False,
+        packages=("cutlass", "tvm_ffi"),
+        capabilities=frozenset({(9, 0)}),
+        width_multiple=8,
+        byte_alignment=16,
+        check="fusepatch.kernels.gated_mlp.check",
+        admits=_fused_waits,
+        compiled=_hopper_is_compiled,
     ),
     # The op itself takes biases on every route. The fused route declines them until a native kernel takes them, so
     # that the route taken in a rehearsal on a CPU is the one taken on a GPU.
@@ -123,7 +192,7 @@ def choose(problem: Problem, tokens: int, *tensors: Tensor, any_size: bool = Fal
     `tensors` are those whose addresses the kernel reads; their alignment is checked where the backend asks for it.
     `any_size` admits sizes at which the kernel was not measured to win, as naming a backend does.
     """
-    key = (settings.current(), problem)
+    key = (settings.current(), problem, any_size)
     found = _known.get(key)
     if found is None:
         if is_capturing(problem.device):
@@ -145,7 +214,7 @@ def choose(problem: Problem, tokens: int, *tensors: Tensor, any_size: bool = Fal
     return found
 
 
-_known: dict[tuple[settings.Settings, Problem], Backend | Reason] = {}
+_known: dict[tuple[settings.Settings, Problem, bool], Backend | Reason] = {}
 _KNOWN_LIMIT = 4096
 
 
@@ -159,7 +228,7 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _for_problem(current: settings.Settings, problem: Problem) -> Backend | Reason:
+def _for_problem(current: settings.Settings, problem: Problem, any_size: bool) -> Backend | Reason:
     """The part that does not depend on the call, worked out once per problem and `accelerate()`."""
     op = current.ops[OP]
     if op.route is not None and problem.route.rank < op.route.rank:
@@ -168,21 +237,23 @@ def _for_problem(current: settings.Settings, problem: Problem) -> Backend | Reas
         return Reason.META
     if op.backend != "auto":
         (named,) = (backend for backend in BACKENDS if backend.name == op.backend)
-        return _why_not(named, problem) or named
+        return _why_not(named, problem, any_size=True) or named
     if problem.device.type == "cpu":
         return Reason.CPU
     reason = Reason.NO_KERNEL
     for backend in BACKENDS:
         if backend.native:
-            why = _why_not(backend, problem)
+            why = _why_not(backend, problem, any_size=any_size)
             if why is None:
                 return backend
             reason = why
     return reason
 
 
-def _why_not(backend: Backend, problem: Problem) -> Reason | None:
+def _why_not(backend: Backend, problem: Problem, *, any_size: bool) -> Reason | None:
     reason = _why_not_unchecked(backend, problem)
+    if reason is None and backend.native and not any_size and not backend.admits(problem, _MOST_TOKENS):
+        reason = Reason.SIZE_NOT_ADMITTED  # of no number of tokens; a self-check would be for nothing
     if reason is None and backend.check is not None:
         return selfcheck.verdict(check_of(backend, problem), problem.device).reason
     return reason
@@ -199,8 +270,11 @@ def _why_not_unchecked(backend: Backend, problem: Problem) -> Reason | None:
             return Reason.CPU
         if problem.device.type != "cuda":
             return Reason.NO_KERNEL
-        family = arch.ARCHITECTURES.get(torch.cuda.get_device_capability(problem.device))
+        capability = torch.cuda.get_device_capability(problem.device)
+        family = arch.ARCHITECTURES.get(capability)
         if family is None or (problem.route is Route.FUSED and not family.fused):
+            return Reason.ARCHITECTURE
+        if backend.capabilities is not None and capability not in backend.capabilities:
             return Reason.ARCHITECTURE
     if problem.dtype not in backend.dtypes:
         return Reason.DTYPE

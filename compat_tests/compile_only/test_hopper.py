@@ -1,0 +1,301 @@
+"""Every kernel of the Hopper backend, compiled for sm_90a without a GPU, and what its machine code says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import types
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusepatch import selfcheck
+from fusepatch.decline import Reason, Route
+from fusepatch.kernels.gated_mlp import check, choose, hopper, op, reference
+
+DTYPES = [torch.bfloat16, torch.float16]
+PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
+
+
+def _absent() -> list[str]:
+    return [name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None]
+
+
+def _nvdisasm() -> str | None:
+    """The disassembler of the CUDA toolkit, or the one that Triton brings."""
+    found = importlib.util.find_spec("triton")
+    bundled = (
+        []
+        if found is None
+        else [str(Path(place) / "backends/nvidia/bin") for place in found.submodule_search_locations or ()]
+    )
+    return shutil.which("nvdisasm", path=os.pathsep.join([*bundled, os.environ.get("PATH", "")]))
+
+
+needs_the_dsl = pytest.mark.skipif(bool(_absent()), reason=f"not installed: {', '.join(_absent())}")
+needs_nvdisasm = pytest.mark.skipif(
+    _nvdisasm() is None, reason="no nvdisasm: neither Triton nor a CUDA toolkit is installed"
+)
+
+# Two dtypes, three activations, three sizes, two kernels, and what each writes: 72, at 1 to 3 s.
+KINDS = [
+    pytest.param(
+        dtype,
+        activation,
+        size,
+        marks=[] if (dtype, activation) in [(torch.bfloat16, "silu"), (torch.float16, "gelu")] else [pytest.mark.slow],
+        id=f"{str(dtype).removeprefix('torch.')}-{activation}-{size.value}",
+    )
+    for dtype in DTYPES
+    for activation in choose.ACTIVATIONS
+    for size in hopper.Size
+]
+
+
+@pytest.fixture
+def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+
+
+@needs_the_dsl
+@needs_nvdisasm
+@pytest.mark.parametrize("which", range(4), ids=["h", "h and gate_up", "d_gate_up", "d_gate_up and h"])
+@pytest.mark.parametrize(("dtype", "activation", "size"), KINDS)
+def test_machine_code(
+    sm90: None, tmp_path: Path, dtype: torch.dtype, activation: str, size: hopper.Size, which: int
+) -> None:
+    configuration = hopper.configurations(dtype, activation, size)[which]
+    hopper.build(configuration, f"--enable-tvm-ffi --keep-cubin --dump-dir={tmp_path}")
+    (cubin,) = tmp_path.glob("*.cubin")
+    command = [str(_nvdisasm()), "-c", str(cubin)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "EF_CUDA_ACCELERATORS" in text  # the features of sm_90a, and not of sm_90 alone
+    assert "EF_CUDA_SM90" in text
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.+?);", text, re.MULTILINE)
+    operations = Counter(line.split()[0].split(".")[0] for line in lines)
+
+    # The tensor cores: all of a stage's instructions, once for the first stage of a tile and once in the loop.
+    tile = configuration.tile
+    assert operations["HGMMA"] == 2 * (tile.rows // 64) * 4, operations
+    shape = f"64x{tile.columns}x16"
+    assert all(line.split()[0].startswith(f"HGMMA.{shape}.F32") for line in lines if line.startswith("HGMMA"))
+
+    # TMA for all that is loaded and stored, and nothing besides; the operand that a cluster shares is multicast.
+    assert operations["UTMALDG"] >= 3
+    assert operations["UTMASTG"] >= 1
+    assert any("MULTICAST" in line for line in lines if line.startswith("UTMALDG")) is (tile.cluster > 1)
+    assert not operations.keys() & {"LDG", "STG", "LD", "ST", "LDGSTS"}, operations
+
+    # Registers: nothing spilled, warp groups trade them, and rounding takes two values at a time (F2F takes one, and
+    # costs as much as a sigmoid).
+    assert not operations.keys() & {"LDL", "STL"}, operations
+    assert sum(line.startswith("USETMAXREG") for line in lines) >= 2
+    assert "F2F" not in operations
+    assert configuration.shared_bytes <= 232448
+
+
+# -------------------------------------------------------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner", "size"),
+    [
+        (1, 1024, 3072, "small"),
+        (64, 5120, 17408, "small"),
+        (128, 4096, 14336, "small"),
+        (129, 4096, 14336, "deep"),
+        (384, 1024, 3072, "small"),
+        (512, 1024, 3072, "shallow"),
+        (257, 1024, 3072, "small"),
+        (300, 1024, 6400, "shallow"),
+        (16384, 1024, 3072, "shallow"),
+        (8192, 2048, 8192, "deep"),
+        (8192, 5120, 17408, "deep"),
+    ],
+)
+def test_which_tiles_serve_which_sizes(tokens: int, hidden: int, inner: int, size: str) -> None:
+    assert hopper.size_of(tokens, hidden, inner).value == size
+
+
+def test_the_self_check_has_a_shape_for_each_way_of_cutting_the_work_up() -> None:
+    assert {hopper.size_of(*shape) for shape in check._FUSED_SHAPES} == set(hopper.Size)
+
+
+@needs_the_dsl
+def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusepatch.kernels.cute import compiling
+
+    made = []
+    monkeypatch.setattr(compiling, "_compiled", {})
+
+    def build(configuration: str, options: str) -> object:
+        made.append((configuration, options))
+        return lambda: configuration
+
+    first = compiling.compiled("a", build)
+    assert compiling.compiled("a", build) is first
+    assert compiling.is_compiled("a")
+    assert not compiling.is_compiled("b")
+    assert compiling.compiled("b", build)() == "b"
+    assert made == [("a", "--enable-tvm-ffi"), ("b", "--enable-tvm-ffi")]
+
+
+@needs_the_dsl
+def test_capture_waits_for_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusepatch.kernels.cute import compiling
+
+    needed = hopper.configurations(torch.bfloat16, "silu", hopper.Size.SHALLOW)
+    assert len(set(needed)) == 4
+    for missing in needed:
+        monkeypatch.setattr(compiling, "_compiled", {each: print for each in needed if each != missing})
+        assert not hopper.is_compiled(PLAIN, 16384)
+    monkeypatch.setattr(compiling, "_compiled", dict.fromkeys(needed, print))
+    assert hopper.is_compiled(PLAIN, 16384)
+    assert not hopper.is_compiled(PLAIN, 1)
+
+
+# ---------------------------------------------------------------------------------------- the table, and the self-check
+
+
+@functools.cache
+def _hopper() -> choose.Backend:
+    """The backend, admitted where it was measured to win."""
+    (found,) = (backend for backend in choose.BACKENDS if backend.name == "hopper")
+    return dataclasses.replace(found, admits=choose._fused_wins)
+
+
+PLAIN = choose.Problem(Route.FUSED, torch.device("cuda", 0), torch.bfloat16, 1024, 3072, "silu", bias=False)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], list[str]]:
+    """Puts a GPU of some capability there, whose self-checks pass; returns the checks that are asked for."""
+
+    def put(capability: tuple[int, int]) -> list[str]:
+        asked: list[str] = []
+
+        def verdict(which: selfcheck.Check, device: torch.device) -> selfcheck.Verdict:
+            asked.append(which.case)
+            return selfcheck.Verdict(selfcheck.Outcome.PASSED)
+
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(selfcheck, "verdict", verdict)
+        monkeypatch.setattr(choose, "BACKENDS", (_hopper(), choose.REFERENCE))
+        monkeypatch.setattr(choose, "_missing", lambda backend: ())
+        choose.forget()
+        return asked
+
+    yield put
+    choose.forget()
+
+
+def test_what_was_measured_to_win_is_served(on: Callable[[tuple[int, int]], list[str]]) -> None:
+    asked = on((9, 0))
+    for (hidden, inner), fewest in choose._FUSED_WINS.items():
+        problem = PLAIN._replace(hidden=hidden, inner=inner)
+        assert choose.choose(problem, fewest) == _hopper()
+        assert choose.choose(problem, fewest - 1) is Reason.SIZE_NOT_ADMITTED
+    assert set(asked) == {"hopper fused bfloat16 silu"}
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_decode_sizes_decline(on: Callable[[tuple[int, int]], list[str]], tokens: int) -> None:
+    on((9, 0))
+    for hidden, inner in choose._FUSED_WINS:
+        assert choose.choose(PLAIN._replace(hidden=hidden, inner=inner), tokens) is Reason.SIZE_NOT_ADMITTED
+
+
+def test_what_was_never_measured_is_not_checked(on: Callable[[tuple[int, int]], list[str]]) -> None:
+    asked = on((9, 0))
+    assert choose.choose(PLAIN._replace(hidden=1032), 2**20) is Reason.SIZE_NOT_ADMITTED
+    assert asked == []
+    assert choose.choose(PLAIN._replace(hidden=1032), 1, any_size=True) == _hopper()
+    assert asked == ["hopper fused bfloat16 silu"]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (10, 3), (12, 0)])
+def test_no_other_gpu_gets_it(on: Callable[[tuple[int, int]], list[str]], capability: tuple[int, int]) -> None:
+    on(capability)
+    assert choose.choose(PLAIN, 2**20) is Reason.ARCHITECTURE
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden": 1028}, Reason.ALIGNMENT),
+        ({"inner": 3076}, Reason.ALIGNMENT),
+        ({"dtype": torch.float32}, Reason.DTYPE),
+        ({"bias": True}, Reason.BIAS),
+    ],
+)
+def test_what_it_declines(
+    on: Callable[[tuple[int, int]], list[str]], changes: dict[str, object], reason: Reason
+) -> None:
+    on((9, 0))
+    assert choose.choose(PLAIN._replace(**changes), 2**20) is reason
+
+
+class _Steps:
+    def reference(self) -> None: ...
+
+    def kernel(self, case: str) -> None: ...
+
+
+def _differences(monkeypatch: pytest.MonkeyPatch, **faults: Callable[..., object]) -> list[str]:
+    """What the self-check says of plain PyTorch with some functions replaced, in the backend's place."""
+    module = types.SimpleNamespace(dual_gemm_act=reference.dual_gemm_act, gemm_dact=reference.gemm_dact)
+    module.__dict__.update(faults)
+    stand_in = dataclasses.replace(choose.REFERENCE, name="hopper")
+    monkeypatch.setattr(op, "load", lambda backend: module if backend is stand_in else reference)
+    monkeypatch.setattr(check, "_FUSED_SHAPES", ((7, 72, 136), (40, 16, 24)))
+    return check._fused(stand_in, torch.device("cpu"), torch.bfloat16, "silu", _Steps())
+
+
+def test_the_self_check_accepts_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _differences(monkeypatch) == []
+
+
+def _skip_the_last_row_of_h(*arguments: object, **flags: bool) -> object:
+    h, gate_up = reference.dual_gemm_act(*arguments, **flags)
+    h[-1] = float("nan")
+    return h, gate_up
+
+
+def _swap_gate_and_up(*arguments: object, **flags: bool) -> object:
+    h, gate_up = reference.dual_gemm_act(*arguments, **flags)
+    return h, None if gate_up is None else gate_up.roll(gate_up.shape[1] // 2, dims=1)
+
+
+def _scale_one_gradient(*arguments: object, **flags: bool) -> object:
+    d_gate_up, h = reference.gemm_dact(*arguments, **flags)
+    d_gate_up[:, : d_gate_up.shape[1] // 2] *= 1.02
+    return d_gate_up, h
+
+
+def _spoil_h_where_wanted(*arguments: object, **flags: bool) -> object:
+    d_gate_up, h = reference.gemm_dact(*arguments, **flags)
+    return d_gate_up, None if h is None else torch.cat([h[1:], h[:1]])
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "seen"),
+    [
+        ("dual_gemm_act", _skip_the_last_row_of_h, "out"),
+        ("dual_gemm_act", _swap_gate_and_up, "dx"),
+        ("gemm_dact", _scale_one_gradient, "d_gate_weight"),
+        ("gemm_dact", _spoil_h_where_wanted, "d_down_weight"),
+    ],
+)
+def test_the_self_check_sees_a_fault(
+    monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., object], seen: str
+) -> None:
+    assert any(text.startswith(f"{seen} of") for text in _differences(monkeypatch, **{name: fault}))

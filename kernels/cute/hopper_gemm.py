@@ -1,0 +1,217 @@
+"""What warp-specialised persistent GEMMs on Hopper (SM90) have in common, in the CuTe DSL.
+
+A CTA has three warp groups of 128 threads. Group 0 moves data: its warp 0 fills a ring of shared-memory stages with
+TMA, one stage per 64 columns of K. Groups 1 and 2 compute, in turns ("ping-pong"): each owns a whole tile of the
+output, and runs its epilogue while the other one has the tensor cores. CTAs are persistent: with G of them, CTA (or
+cluster) z works on tiles z, z + G, z + 2 G, ..., the first of these in group 1, the second in group 2, and so on.
+
+A cluster is two CTAs that lie on top of each other in M, and so read the same columns of B: each fetches half of
+them, and TMA's multicast writes both halves into both.
+
+Which stage a tile starts at, and with which phase, follows from how many stages were used before it. So neither group
+steps through the other's tiles, and no counter is shared.
+
+Tensors: [rows, K] and [columns, K], as the tensor cores see A and B; C is [rows, columns].
+"""
+
+# No `from __future__ import annotations`: the DSL reads the annotations of a struct as types.
+# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-untyped-call, no-any-return, misc"
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import BFloat16, Float16, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+WIDTH_K = 64
+"""Columns of K per stage: 128 bytes, the widest swizzle."""
+THREADS = 384
+GROUP_THREADS = 128
+SHARED_LIMIT = 232448
+"""Bytes of shared memory that a block may ask for on SM90."""
+BARRIER_BYTES = 1536
+"""Set aside for barriers, constants, and the alignment of buffers to 1024 bytes."""
+
+TYPES = {"bfloat16": BFloat16, "float16": Float16}
+
+# Named barriers; 0 is the whole block's. Each of these has one for group 1 and the next for group 2.
+STORED = 1
+MAIN_LOOP = 4
+EPILOGUE = 6
+
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
+"""TMA's cache hints for L2, as the hardware encodes them."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts its work up."""
+
+    rows: int
+    columns: int
+    """Rows of B in a stage; where B has two halves, of both together."""
+    stages: int
+    cluster: int
+    """CTAs that share B: 1 or 2."""
+    group: int
+    """Clusters along M that are worked on before the next columns: what they read of A and B stays in L2."""
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of one stage of A and B."""
+        return (self.rows + self.columns) * WIDTH_K * 2
+
+
+# ----------------------------------------------------------------------------------------------------- scheduling
+
+
+@cute.jit
+def place_of(tile: Int32, m_tiles: Int32, n_tiles: Int32, group: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """Where the tile with this number lies: `group` tiles along M (the last may be fewer), then the next along N."""
+    per_group = n_tiles * group
+    before = tile // per_group
+    inside = tile - before * per_group
+    first = before * group
+    height = cutlass.min(m_tiles - first, Int32(group))
+    n = inside // height
+    return first + (inside - n * height), n
+
+
+def state_after(used: Int32, stages: int) -> pipeline.PipelineState:
+    """Where a consumer stands that has seen `used` stages go by."""
+    rounds = used // stages
+    return pipeline.PipelineState(stages, Int32(0), used - rounds * stages, rounds & 1)
+
+
+def wait_for_turn(which: int, group: Int32) -> None:
+    """Of two warp groups (0 and 1), until the other one has passed the turn on."""
+    cute.arch.barrier(barrier_id=which + group, number_of_threads=2 * GROUP_THREADS)
+
+
+def pass_turn(which: int, group: Int32) -> None:
+    """Lets the other warp group take its turn."""
+    cute.arch.barrier_arrive(barrier_id=which + 1 - group, number_of_threads=2 * GROUP_THREADS)
+
+
+# ------------------------------------------------------------------------------------------------ moving data by TMA
+
+
+def load_atom(tensor: cute.Tensor, buffers: cute.ComposedLayout, box: tuple[int, int], copies: int = 1) -> Any:
+    """A TMA load of boxes of `tensor` into one of `buffers`, written to `copies` CTAs of the cluster at once."""
+    operation = cpasync.CopyBulkTensorTileG2SOp() if copies == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+    one = cute.slice_(buffers, (None, None, 0))
+    return cpasync.make_tiled_tma_atom(operation, tensor, one, box, num_multicast=copies)
+
+
+def store_atom(tensor: cute.Tensor, buffers: cute.ComposedLayout, box: tuple[int, int]) -> Any:
+    """A TMA store of boxes from one of `buffers`; what of a box lies outside of `tensor` is not written."""
+    one = cute.slice_(buffers, (None, None, 0))
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, one, box)
+
+
+def hint(policy: int, asked: bool = True) -> dict[str, Any]:
+    """What a TMA copy takes as a hint to L2; nothing where none is asked for."""
+    return {"cache_policy": cutlass.Int64(policy)} if asked else {}
+
+
+def boxes(atom: cute.CopyAtom, tensor: cute.Tensor, buffers: cute.Tensor, box: tuple[int, int]) -> Any:
+    """(buffers, boxes of `tensor`) as a TMA copy by one CTA takes them."""
+    divided = cute.zipped_divide(tensor, box)
+    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 2), divided)
+
+
+def shares(
+    atom: cute.CopyAtom, tensor: cute.Tensor, buffers: cute.Tensor, box: tuple[int, int], rank: Int32, cluster: int
+) -> Any:
+    """(buffers, tiles of `tensor` [box, tile, k]): the share of each box that this CTA of the cluster fetches."""
+    tiles = cute.group_modes(cute.local_tile(tensor, box, (None, None)), 0, 2)
+    return cpasync.tma_partition(atom, rank, cute.make_layout(cluster), cute.group_modes(buffers, 0, 2), tiles)
+
+
+def ring(barriers: cute.Pointer, stages: int, transaction_bytes: int, arrivals: int, cluster: int) -> Any:
+    """A ring of stages that TMA fills, each free again after `arrivals` releases per CTA of the cluster."""
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=barriers,
+        num_stages=stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals * cluster),
+        tx_count=transaction_bytes,
+        cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)),
+        defer_sync=True,
+    )
+
+
+def swizzled(width: int) -> Any:
+    """The widest swizzle of K-major rows of `width` 16-bit elements."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    return kinds.K_SW128 if width % 64 == 0 else kinds.K_SW64
+
+
+# ---------------------------------------------------------------------------------------------------- tensor cores
+
+
+@cute.jit
+def multiply(
+    loads: pipeline.PipelineTmaAsync,
+    used: Int32,
+    k_tiles: Int32,
+    tiled_mma: cute.TiledMma,
+    a_stages: cute.Tensor,
+    b_stages: cute.Tensor,
+    accumulators: cute.Tensor,
+    group: Int32,
+    stages: cutlass.Constexpr,
+) -> None:
+    """`accumulators = A B^T` over one tile's `k_tiles` stages, in this warp group's turn.
+
+    The turn is passed on once the last instruction is issued, before its result is there. One stage stays in flight:
+    stage k - 1 is released after the instructions of stage k are issued.
+    """
+    blocks = const_expr(cute.size(a_stages, mode=[2]))
+    filled = state_after(used, stages)
+    drained = filled.clone()
+    wait_for_turn(MAIN_LOOP, group)
+    loads.consumer_wait(filled)
+    warpgroup.fence()
+    # Fresh atoms: the flag of one that is carried through a loop does not dominate its uses.
+    first = cute.make_mma_atom(tiled_mma.op)
+    first.set(warpgroup.Field.ACCUMULATE, False)
+    for block in cutlass.range_constexpr(blocks):
+        at = (None, None, block, filled.index)
+        cute.gemm(first, accumulators, a_stages[at], b_stages[at], accumulators)
+        first.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+    filled.advance()
+    for _ in cutlass.range(1, k_tiles, unroll=1):
+        loads.consumer_wait(filled)
+        warpgroup.fence()
+        rest = cute.make_mma_atom(tiled_mma.op)
+        rest.set(warpgroup.Field.ACCUMULATE, True)
+        for block in cutlass.range_constexpr(blocks):
+            at = (None, None, block, filled.index)
+            cute.gemm(rest, accumulators, a_stages[at], b_stages[at], accumulators)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        loads.consumer_release(drained)
+        drained.advance()
+        filled.advance()
+    pass_turn(MAIN_LOOP, group)
+    warpgroup.wait_group(0)
+    loads.consumer_release(drained)
+
+
+# ------------------------------------------------------------------------------------------------------ fake tensors
+
+
+def fake(dtype: Any, rows: Any, columns: Any) -> Any:
+    """Rows of unit inner stride, any stride between them that TMA takes: a multiple of 16 bytes, in 64 bits."""
+    stride = (cute.sym_int64(divisibility=8), 1)
+    return cute.runtime.make_fake_tensor(dtype, (rows, columns), stride=stride, assumed_align=16)
+
+
+def fake_stream() -> Any:
+    """PyTorch's current stream on the tensors' device, found at each launch."""
+    return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
