@@ -66,6 +66,15 @@ def _look_up(kind: type) -> tuple[Any, _KindOf] | None:
     return None
 
 
+def formula_of(kind: type) -> str | None:
+    """What instances of an activation class compute: `silu`, or a formula that their attributes choose the kind of."""
+    known = _known.get(kind) or _look_up(kind)
+    if known is None or kind.forward is not known[0]:  # type: ignore[attr-defined]
+        return None
+    formulas: dict[_KindOf, str] = {_torch_gelu: "torch-gelu", _hf_gelu: "hf-gelu", _hf_gelu_tanh: "hf-gelu-tanh"}
+    return formulas.get(known[1], "silu")
+
+
 def kind_of(act: Any) -> str | Reason:
     """`silu`, `gelu` or `gelu_tanh`, or why calling `act` is not exactly that."""
     if act is F.silu:

@@ -25,7 +25,7 @@ from ..kernels.gated_mlp.choose import Backend, Problem, choose
 from ..kernels.gated_mlp.op import run_act_mul, run_gated_mlp
 from ..ledger import Record, count, count_error, count_trace
 from ..patch import Switch
-from . import activations
+from . import activations, traced
 
 
 @dataclass(frozen=True)
@@ -339,16 +339,23 @@ def make_forward(
     _, first, *rest = inspect.signature(library_forward).parameters.values()
     ignores_keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in rest)
 
+    # Run while a compiler traces; they leave nothing in the graph.
+    @traced.constant
     def note_trace() -> None:
         count_trace(record, Reason.EXPORTING if torch.compiler.is_exporting() else Reason.COMPILING)
 
-    # What torch.compiler.assume_constant_result sets; calling that imports the whole compiler, for 2 s. The function
-    # runs while the compiler traces, and leaves nothing in the graph.
-    note_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    @traced.constant
+    def note_fused() -> None:
+        count_trace(record, Route.FUSED)
 
     @functools.wraps(library_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            if not torch.compiler.is_exporting() and len(args) == 1 and (not kwargs or ignores_keywords):
+                out = traced.run(layout, self, args[0], switch)
+                if out is not None:
+                    note_fused()
+                    return out
             note_trace()
             return library_forward(self, *args, **kwargs)
         x = args[0] if args else kwargs.get(first.name)

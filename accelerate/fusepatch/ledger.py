@@ -38,12 +38,15 @@ class Record:
     class_name: str
     calls: dict[Decision, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
-    traces: dict[Reason, int] = field(default_factory=dict)
-    """Times that a compiler traced through, by reason: calls of compiled code run no Python and are not counted."""
+    traces: dict[Reason | Route, int] = field(default_factory=dict)
+    """Times that a compiler traced through, by route of ours, or by the reason why it got the library's code: calls of
+    compiled code run no Python and are not counted."""
 
     def native_calls(self) -> int:
-        """Calls that one of our routes served."""
-        return sum(count for made, count in list(self.calls.items()) if made.route is not Route.ORIGINAL)
+        """Calls that one of our routes served, and traces that it is compiled into."""
+        return self.traces.get(Route.FUSED, 0) + sum(
+            count for made, count in list(self.calls.items()) if made.route is not Route.ORIGINAL
+        )
 
 
 def count(record: Record, made: Decision, module: object) -> None:
@@ -58,10 +61,10 @@ def count(record: Record, made: Decision, module: object) -> None:
         _first_step.seen(module)
 
 
-def count_trace(record: Record, reason: Reason) -> None:
+def count_trace(record: Record, what: Reason | Route) -> None:
     """Counts one time that a compiler traced through a patched class."""
     with _lock:
-        record.traces[reason] = record.traces.get(reason, 0) + 1
+        record.traces[what] = record.traces.get(what, 0) + 1
 
 
 def count_error(record: Record, error: BaseException) -> None:

@@ -63,6 +63,40 @@ def test_act_mul_backward(wanted: tuple[bool, bool]) -> None:
     )
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("frozen", [(), (0,), (1, 2), (3,)], ids=str)
+def test_gated_mlp(packed: bool, bias: bool, frozen: tuple[int, ...]) -> None:
+    """opcheck compares the gradients in a compiler's graph with those in eager mode; these with the op's own."""
+    weights = (rand(2 * INNER, H), None) if packed else (rand(INNER, H), rand(INNER, H) * 2)
+    tensors = [rand(M, H), *weights, rand(H, INNER), rand(H) if bias else None]
+    for index, tensor in enumerate(tensors):
+        if tensor is not None and index not in frozen:
+            tensor.requires_grad_()
+    opcheck(FUSED.gated_mlp.default, (*tensors, "silu", True, "reference"))
+    present = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    out, _ = FUSED.gated_mlp(*tensors, "silu", True, "reference")
+    found = torch.autograd.grad(out, present, rand(M, H))
+    x, gate, up, down, down_bias = tensors
+    assert x is not None and gate is not None and down is not None
+    if packed:
+        expected = op.gated_mlp_packed(x, gate, down, down_bias=down_bias)
+    else:
+        expected = op.gated_mlp(x, gate, up, down, down_bias=down_bias)
+    assert torch.equal(out, expected)
+    gradients = torch.autograd.grad(expected, present, rand(M, H))
+    assert all(torch.equal(one, other) for one, other in zip(found, gradients, strict=True))
+
+
+def test_gated_mlp_without_gradients() -> None:
+    args = (rand(M, H), rand(INNER, H), rand(INNER, H), rand(H, INNER), None, "gelu", False, "reference")
+    opcheck(FUSED.gated_mlp.default, args)
+    assert FUSED.gated_mlp(*args)[1].numel() == 0
+    args[0].requires_grad_()
+    with pytest.raises(RuntimeError, match="save=True"):
+        FUSED.gated_mlp(*args)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_a_mode_the_results_are_the_same(packed: bool, recompute: bool) -> None:

@@ -632,7 +632,10 @@ def test_export(strict: bool) -> None:
 
 @provokes(Reason.COMPILING)
 @pytest.mark.parametrize("whole_model", [False, True])
-def test_compile(whole_model: bool) -> None:
+def test_compile(whole_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no backend serves; what is served is in test_compile.py."""
+    monkeypatch.delenv("FUSEPATCH_GATED_MLP_BACKEND")
+
     def run() -> tuple[list[list[str]], Tensor]:
         torch._dynamo.reset()
         graphs = []

@@ -33,6 +33,9 @@ def classes() -> list[type[nn.Module]]:
     return [value for value in found if isinstance(value, type) and issubclass(value, nn.Module)]
 
 
+for _kind in classes():
+    _kind.__annotations__  # noqa: B018  made when it is first asked for, as by the compiler in another test
+
 STOCK = {kind: list(vars(kind).items()) for kind in classes()}
 """Before anything was ever patched: what puts a name back at the end shows only the first time."""
 
@@ -403,16 +406,16 @@ def test_compiled_model(reference_backend: None, monkeypatch: pytest.MonkeyPatch
     stock = model(tokens, use_cache=False).logits
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     fusepatch.accelerate()
-    assert torch.equal(compiled(tokens, use_cache=False).logits, stock)
+    assert torch.allclose(compiled(tokens, use_cache=False).logits, stock, rtol=1e-4, atol=1e-5)
     assert len(graphs) == 1
     assert fusepatch.status().native_calls() == 0
-    assert llama_status().traces == {"compiling": 1}
-    assert "compiling 1" in str(fusepatch.status())
+    assert llama_status().traces == {"fused": 1}
+    assert "fused 1" in str(fusepatch.status())
 
     fusepatch.restore()
     assert torch.equal(compiled(tokens, use_cache=False).logits, stock)
     assert len(graphs) == 2
-    assert llama_status().traces == {"compiling": 1}
+    assert llama_status().traces == {"fused": 1}
 
     compiled(tokens, use_cache=False)
     for _ in range(2):

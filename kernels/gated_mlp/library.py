@@ -1,4 +1,4 @@
-"""The kernels as operators of torch, for what looks at operators: selective checkpointing, FLOP counters, other modes.
+"""The kernels as operators of torch, for what looks at operators: compilers, selective checkpointing, other modes.
 
 Each operator calls the backend that it is given the name of. Calling through one costs tens of microseconds on the
 host, so a plain call goes past them (`op.py`); the autograd functions are the same either way, so that a forward pass
@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from .choose import BACKENDS, Backend, load
+from ... import settings
+from ...decline import Reason
+from .choose import BACKENDS, OP, REFERENCE, Backend, Problem, choose, load
+from .op import gradients, rows
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,28 @@ def _named(backend: str) -> Backend:
     return next(each for each in BACKENDS if each.name == backend)
 
 
+def _serving_these(backend: str, *tensors: Tensor | None) -> Any:
+    """The kernels that can read these: compiled code may hand over what a kernel can't, and can't decline any more."""
+    found = _named(backend)
+    if found.byte_alignment > 1 and any(t is not None and t.data_ptr() % found.byte_alignment for t in tensors):
+        found = REFERENCE
+    return load(found)
+
+
+_MOST_TOKENS = 2**40
+
+
+def serving(problem: Problem) -> tuple[str, int] | None:
+    """The backend that serves a compiled call of `problem`, and the fewest tokens that it is admitted for.
+
+    A native one only where it is named: none has been measured against compiled code.
+    """
+    backend = choose(problem, _MOST_TOKENS)
+    if isinstance(backend, Reason) or (backend.native and settings.current().ops[OP].backend == "auto"):
+        return None
+    return backend.name, 1
+
+
 # --------------------------------------------------------------------------------------------------- the operators
 
 
@@ -114,7 +141,8 @@ def _(
 def _gemm_dact(
     dout_MH: Tensor, w_down_HI: Tensor, gate_up_M2I: Tensor, activation: str, want_h: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    d_gate_up_M2I, h_MI = load(_named(backend)).gemm_dact(dout_MH, w_down_HI, gate_up_M2I, activation, want_h=want_h)
+    kernels = _serving_these(backend, dout_MH, w_down_HI, gate_up_M2I)
+    d_gate_up_M2I, h_MI = kernels.gemm_dact(rows(dout_MH), w_down_HI, gate_up_M2I, activation, want_h=want_h)
     return d_gate_up_M2I, dout_MH.new_empty(0) if h_MI is None else h_MI
 
 
@@ -144,7 +172,84 @@ def _act_mul_backward(
     load(_named(backend)).act_mul_backward(dh, gate, up, activation, d_gate=d_gate, d_up=d_up)
 
 
+# ------------------------------------------------------------------------------------------ the whole op, for compilers
+
+
+@torch.library.custom_op("fusepatch::gated_mlp", mutates_args=())
+def _gated_mlp(
+    x_MH: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    save: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    gate, up = _split(gate_weight, up_weight)
+    kernels = _serving_these(backend, x_MH, gate, up)
+    h_MI, gate_up_M2I = kernels.dual_gemm_act(rows(x_MH), gate, up, None, None, activation, want_gate_up=save)
+    out_MH = F.linear(h_MI, down_weight, down_bias)
+    return out_MH, x_MH.new_empty(0) if gate_up_M2I is None else gate_up_M2I
+
+
+@_gated_mlp.register_fake
+def _(
+    x_MH: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    save: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    tokens, (hidden, inner) = x_MH.shape[0], down_weight.shape
+    return x_MH.new_empty(tokens, hidden), x_MH.new_empty((tokens, 2 * inner) if save else (0,))
+
+
+def _split(gate_weight: Tensor, up_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    if up_weight is not None:
+        return gate_weight, up_weight
+    inner = gate_weight.shape[0] // 2
+    return gate_weight[:inner], gate_weight[inner:]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x_MH, gate_weight, up_weight, down_weight, _, ctx.activation, save, ctx.backend = inputs
+    if not save:
+        raise RuntimeError("fusepatch::gated_mlp: a gradient needs save=True")
+    ctx.save_for_backward(x_MH, gate_weight, up_weight, down_weight, output[1])
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x_MH, gate_weight, up_weight, down_weight, gate_up_M2I = ctx.saved_tensors
+    need_x, need_gate, need_up, need_down, need_down_bias, *_rest = ctx.needs_input_grad
+    d_gate_up_M2I, h_MI = torch.ops.fusepatch.gemm_dact(
+        dout, down_weight, gate_up_M2I, ctx.activation, need_down, ctx.backend
+    )
+    needs = (need_x, need_gate, need_up, need_down, False, False, need_down_bias)
+    packed = up_weight is None
+    found = gradients(needs, packed, d_gate_up_M2I, h_MI, dout, x_MH, gate_weight, up_weight)
+    return *found[:4], found[6], None, None, None
+
+
+_gated_mlp.register_autograd(_differentiate, setup_context=_keep)
+
+
 # ----------------------------------------------------------------------------------------------------------- FLOPs
+
+
+@register_flop_formula(torch.ops.fusepatch.gated_mlp)
+def _(
+    x_shape: tuple[int, int],
+    gate_shape: object,
+    up_shape: object,
+    down_shape: tuple[int, int],
+    *_: object,
+    **__: object,
+) -> int:
+    return 3 * 2 * x_shape[0] * down_shape[0] * down_shape[1]
 
 
 @register_flop_formula(torch.ops.fusepatch.dual_gemm_act)

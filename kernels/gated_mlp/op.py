@@ -12,6 +12,7 @@ Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +123,7 @@ def run_gated_mlp(
         unsaved = [t for t, need, saved in zip(tensors, needs, is_saved, strict=True) if need and not saved]
         out_MH: Tensor = _GatedMLP.apply(call, tie(*unsaved), *tensors)  # type: ignore[no-untyped-call,arg-type]
     else:
-        h_MI, _ = call.forward(_rows(x), gate_weight, up_weight, gate_bias, up_bias, want_gate_up=False)
+        h_MI, _ = call.forward(rows(x), gate_weight, up_weight, gate_bias, up_bias, want_gate_up=False)
         out_MH = F.linear(h_MI, down_weight, down_bias)
     # Out here, since autograd lets nobody write to a view that was made inside a Function.
     return out_MH.view(*x.shape[:-1], down_weight.shape[0])
@@ -205,9 +206,7 @@ class _GatedMLP(Function):
         keep_gate_up = past_gate_up and not call.recompute
         recompute = call.recompute and (past_gate_up or need_down)
 
-        h_MI, gate_up_M2I = call.forward(
-            _rows(x), gate_weight, up_weight, gate_bias, up_bias, want_gate_up=keep_gate_up
-        )
+        h_MI, gate_up_M2I = call.forward(rows(x), gate_weight, up_weight, gate_bias, up_bias, want_gate_up=keep_gate_up)
         ctx.call = call
         ctx.x_shape = x.shape
         ctx.past_gate_up = past_gate_up
@@ -230,44 +229,55 @@ class _GatedMLP(Function):
     @differentiable_once
     def backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = ctx.needs_input_grad[2:]
+        need_down = ctx.needs_input_grad[5]
         x, gate_weight, up_weight, down_weight, gate_bias, up_bias, gate_up_M2I, h_MI, _ = saved
-        x_MH: Any = None if x is None else _rows(x)
-        dout_MH = _rows(dout)
+        x_MH: Any = None if x is None else rows(x)
+        dout_MH = rows(dout)
 
         if gate_up_M2I is None and h_MI is None and x_MH is not None:  # recompute=True
             h_MI, gate_up_M2I = call.forward(
                 x_MH, gate_weight, up_weight, gate_bias, up_bias, want_gate_up=ctx.past_gate_up
             )
-        dx = d_gate_weight = d_up_weight = d_gate_bias = d_up_bias = None
+        d_gate_up_M2I = None
         if ctx.past_gate_up:
             d_gate_up_M2I, h_MI = call.backward(dout_MH, down_weight, gate_up_M2I, want_h=need_down)
-            inner = d_gate_up_M2I.shape[1] // 2
-            d_gate_MI, d_up_MI = d_gate_up_M2I[:, :inner], d_gate_up_M2I[:, inner:]
-            if call.packed:
-                dx = d_gate_up_M2I @ gate_weight if need_x else None
-                d_gate_weight = d_gate_up_M2I.t() @ x_MH if need_gate else None
-                d_gate_bias = d_gate_up_M2I.sum(0) if need_gate_bias else None
-            else:
-                dx = torch.addmm(d_gate_MI @ gate_weight, d_up_MI, up_weight) if need_x else None
-                # Two tensors, never halves of one: two .grad fields must not share storage.
-                d_gate_weight = d_gate_MI.t() @ x_MH if need_gate else None
-                d_up_weight = d_up_MI.t() @ x_MH if need_up else None
-                d_gate_bias = d_gate_MI.sum(0) if need_gate_bias else None
-                d_up_bias = d_up_MI.sum(0) if need_up_bias else None
-        d_down_weight = dout_MH.t() @ h_MI if need_down else None
-        d_down_bias = dout_MH.sum(0) if need_down_bias else None
-        return (
-            None,
-            None,
-            None if dx is None else dx.view(ctx.x_shape),
-            d_gate_weight,
-            d_up_weight,
-            d_down_weight,
-            d_gate_bias,
-            d_up_bias,
-            d_down_bias,
-        )
+        weights = (gate_weight, up_weight)
+        dx, *rest = gradients(ctx.needs_input_grad[2:], call.packed, d_gate_up_M2I, h_MI, dout_MH, x_MH, *weights)
+        return None, None, None if dx is None else dx.view(ctx.x_shape), *rest
+
+
+def gradients(
+    needs: Sequence[bool],
+    packed: bool,
+    d_gate_up_M2I: Tensor | None,
+    h_MI: Any,
+    dout_MH: Tensor,
+    x_MH: Any,
+    gate_weight: Any,
+    up_weight: Any,
+) -> tuple[Tensor | None, ...]:
+    """The plain GEMMs and sums that follow the fused kernel: the gradients of x [M, H], gate_weight, up_weight,
+    down_weight, gate_bias, up_bias and down_bias that `needs` asks for. What they do not read may be None.
+    """
+    need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = needs
+    dx = d_gate_weight = d_up_weight = d_gate_bias = d_up_bias = None
+    if d_gate_up_M2I is not None:
+        inner = d_gate_up_M2I.shape[1] // 2
+        d_gate_MI, d_up_MI = d_gate_up_M2I[:, :inner], d_gate_up_M2I[:, inner:]
+        if packed:
+            dx = d_gate_up_M2I @ gate_weight if need_x else None
+            d_gate_weight = d_gate_up_M2I.t() @ x_MH if need_gate else None
+            d_gate_bias = d_gate_up_M2I.sum(0) if need_gate_bias else None
+        else:
+            dx = (d_gate_MI @ gate_weight).addmm_(d_up_MI, up_weight) if need_x else None
+            # Two tensors, never halves of one: two .grad fields must not share storage.
+            d_gate_weight = d_gate_MI.t() @ x_MH if need_gate else None
+            d_up_weight = d_up_MI.t() @ x_MH if need_up else None
+            d_gate_bias = d_gate_MI.sum(0) if need_gate_bias else None
+            d_up_bias = d_up_MI.sum(0) if need_up_bias else None
+    d_down_weight = dout_MH.t() @ h_MI if need_down else None
+    d_down_bias = dout_MH.sum(0) if need_down_bias else None
+    return dx, d_gate_weight, d_up_weight, d_down_weight, d_gate_bias, d_up_bias, d_down_bias
 
 
 class _ActMul(Function):
@@ -307,7 +317,7 @@ def _halves(gate: Any, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate[..., :inner], gate[..., inner:]
 
 
-def _rows(t: Tensor) -> Tensor:
+def rows(t: Tensor) -> Tensor:
     """`t [..., W]` as `[M, W]` rows of unit inner stride: a view where the layout allows it, else a copy."""
     rows = t.reshape(-1, t.shape[-1]) if t.numel() else t.new_empty(t.shape[:-1].numel(), t.shape[-1])
     is_rows = rows.stride(-1) == 1 and (rows.stride(0) >= rows.shape[1] or rows.shape[0] <= 1)

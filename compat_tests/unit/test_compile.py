@@ -1,0 +1,296 @@
+"""Patched models under torch.compile: the fused route is one operator in the graph, the results are the library's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+
+import fusepatch
+from fusepatch import settings
+from fusepatch.kernels.gated_mlp import choose, library, reference
+from support import relative_error, tiny_llama, tiny_llama_mlp
+
+IDS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def compiler(reference_backend: None):
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend that runs the graphs as they are, and keeps what is in them."""
+
+    def __init__(self) -> None:
+        self.forward: list[list[str]] = []
+        self.backward: list[list[str]] = []
+        self.backend = aot_autograd(fw_compiler=self._keeper(self.forward), bw_compiler=self._keeper(self.backward))
+
+    @staticmethod
+    def _keeper(into: list[list[str]]) -> Callable[..., Any]:
+        def keep(graph: torch.fx.GraphModule, example: Any) -> Any:
+            into.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+            return make_boxed_func(graph.forward)
+
+        return keep
+
+    def count(self, name: str) -> int:
+        return sum(target == f"fusepatch.{name}.default" for graph in self.forward + self.backward for target in graph)
+
+
+def compiled(module: nn.Module, graphs: Graphs, **options: Any) -> Any:
+    return torch.compile(module, backend=graphs.backend, fullgraph=True, **options)
+
+
+def step(model: Any, x: Tensor) -> list[Tensor]:
+    """Output and gradients of the weights."""
+    model.zero_grad()
+    out = model(x)
+    if not isinstance(out, Tensor):
+        out = out.logits
+    out.float().square().mean().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def traced() -> dict[str, int]:
+    (target,) = [each for each in fusepatch.status().targets if each.name == "gated_mlp/transformers"]
+    return target.total("traces")
+
+
+def same(one: list[Tensor], other: list[Tensor], tolerance: float = 2e-6) -> None:
+    assert len(one) == len(other) > 1
+    assert max(relative_error(a, b) for a, b in zip(one, other, strict=True)) < tolerance
+
+
+def small(name: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "pad_token_id": 0,
+    }
+    more = {"head_dim": 16} if name in ("Qwen3", "Gemma") else {}
+    config = getattr(transformers, f"{name}Config")(**sizes, **more)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "Gemma"])
+def test_a_training_step_keeps_the_kernels(name: str) -> None:
+    model = small(name)
+    stock = step(model, IDS)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    same(step(compiled(model, graphs), IDS), stock)
+    assert (graphs.count("gated_mlp"), graphs.count("gemm_dact")) == (2, 2)
+    assert traced()["fused"] > 0
+    assert "fused" in str(fusepatch.status())
+
+
+def test_dynamic_shapes() -> None:
+    model = tiny_llama_mlp()
+    xs = [torch.randn(2, length, 64) for length in (5, 9, 13, 1, 40)]
+    stock = [step(model, x) for x in xs]
+    fusepatch.accelerate()
+    graphs = Graphs()
+    patched = compiled(model, graphs, dynamic=True)
+    for x, expected in zip(xs, stock, strict=True):
+        same(step(patched, x), expected)
+    assert len(graphs.forward) <= 2  # one of them for a length of 1
+    assert graphs.count("gated_mlp") == len(graphs.forward)
+
+
+def test_inference_saves_nothing() -> None:
+    model = tiny_llama_mlp()
+    fusepatch.accelerate()
+    graphs, wanted = Graphs(), []
+    real = reference.dual_gemm_act
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            reference,
+            "dual_gemm_act",
+            lambda *args, want_gate_up: (wanted.append(want_gate_up), real(*args, want_gate_up=want_gate_up))[1],
+        )
+        with torch.no_grad():
+            compiled(model, graphs)(torch.randn(3, 64))
+    assert wanted == [False]
+    assert graphs.count("gated_mlp") == 1
+
+
+@pytest.mark.parametrize("frozen", [("gate_proj", "up_proj"), ("down_proj",), ("gate_proj", "up_proj", "down_proj")])
+def test_frozen_weights(frozen: tuple[str, ...]) -> None:
+    model = tiny_llama_mlp()
+    for name in frozen:
+        getattr(model, name).requires_grad_(False)
+
+    def run(module: Any) -> list[Tensor]:
+        x = torch.ones(3, 64, requires_grad=True)
+        return [*step(module, x), x.grad]
+
+    stock = run(model)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    same(run(compiled(model, graphs)), stock)
+    assert graphs.count("gated_mlp") == 1
+
+
+def lora(mlp: nn.Module) -> None:
+    import peft
+
+    config = peft.LoraConfig(target_modules=["up_proj"], r=2)
+    peft.inject_adapter_in_model(config, mlp)
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "hook on a projection": lambda mlp: mlp.up_proj.register_forward_hook(lambda module, args, out: out * 2),
+    "hook on the activation": lambda mlp: mlp.act_fn.register_forward_hook(lambda module, args, out: out * 2),
+    "another activation": lambda mlp: setattr(mlp, "act_fn", nn.Tanh()),
+    "adapter": lora,
+    "bias": lambda mlp: mlp.gate_proj.register_parameter("bias", nn.Parameter(torch.ones(96))),
+    "parametrisation": lambda mlp: nn.utils.parametrizations.weight_norm(mlp.up_proj),
+}
+
+
+@pytest.mark.parametrize(
+    ("when", "change"),
+    [
+        *(("before", change) for change in CHANGES),
+        # The compiler does not look at hooks again, in the library's own code neither.
+        *(("after the first call", change) for change in CHANGES if "hook" not in change),
+    ],
+)
+def test_what_does_not_fit_gets_the_librarys_code(when: str, change: str) -> None:
+    model, x = tiny_llama_mlp(), torch.randn(3, 64)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    patched = compiled(model, graphs)
+    if when != "before":
+        patched(x)
+        assert graphs.count("gated_mlp") == 1
+    CHANGES[change](model)
+    found = patched(x)
+    assert "fusepatch.gated_mlp.default" not in graphs.forward[-1]
+    with fusepatch.disabled():
+        assert relative_error(found, model(x)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [(nn.SiLU(), 1), (nn.GELU(), 1), (nn.GELU(approximate="tanh"), 1), (torch.nn.functional.silu, 1), (nn.Mish(), 0)],
+    ids=["silu", "gelu", "gelu-tanh", "function", "mish"],
+)
+def test_activations(act: Any, expected: int) -> None:
+    model, x = tiny_llama_mlp(), torch.randn(3, 64)
+    del model.act_fn
+    model.act_fn = act
+    stock = model(x)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    assert relative_error(compiled(model, graphs)(x), stock) < 1e-6
+    assert graphs.count("gated_mlp") == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """It would cast what the operator reads; where all is in its dtype already, it does not."""
+    model, x = tiny_llama_mlp(dtype), torch.randn(3, 64, dtype=dtype)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = compiled(model, graphs)(x)
+        with fusepatch.disabled():
+            stock = model(x)
+    assert found.dtype == stock.dtype == torch.bfloat16
+    assert relative_error(found, stock) < 0.02
+    assert graphs.count("gated_mlp") == (dtype is torch.bfloat16)
+
+
+def test_disabled_restored_and_on_again() -> None:
+    model, x = tiny_llama_mlp(), torch.randn(3, 64)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    patched = compiled(model, graphs)
+    patched(x)
+    with fusepatch.disabled():
+        patched(x)
+    assert [graph.count("fusepatch.gated_mlp.default") for graph in graphs.forward] == [1, 0]
+    patched(x)
+    fusepatch.restore()
+    patched(x)
+    assert graphs.forward[-1].count("fusepatch.gated_mlp.default") == 0
+    fusepatch.accelerate()
+    patched(x)
+    assert graphs.forward[-1].count("fusepatch.gated_mlp.default") == 1
+
+
+def test_of_chosen_models_the_compiler_gets_the_librarys_code() -> None:
+    model = tiny_llama()
+    fusepatch.accelerate(model=model)
+    graphs = Graphs()
+    compiled(model, graphs)(IDS)
+    assert graphs.count("gated_mlp") == 0
+
+
+def test_a_native_backend_that_is_not_named_is_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    library.operators(choose.REFERENCE)
+    native = dataclasses.replace(choose.REFERENCE, native=True, name="quick")
+    monkeypatch.setattr(library, "choose", lambda problem, tokens: native)
+    problem = choose.Problem(choose.Route.FUSED, torch.device("cpu"), torch.float32, 64, 96, "silu", bias=False)
+    monkeypatch.delenv("FUSEPATCH_GATED_MLP_BACKEND")
+    settings.install(settings.read())
+    assert library.serving(problem) is None
+    monkeypatch.setenv("FUSEPATCH_GATED_MLP_BACKEND", "triton")
+    settings.install(settings.read())
+    assert library.serving(problem) == ("quick", 1)
+
+
+def test_an_operator_given_what_its_kernel_can_not_read_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    picky = dataclasses.replace(choose.REFERENCE, name="picky", module="no.such.module", byte_alignment=64)
+    monkeypatch.setattr(library, "_named", lambda name: picky)
+    storage = torch.randn(4 * 64 + 1)
+    x = storage[1:].view(4, 64)
+    assert x.data_ptr() % 64
+    mlp = tiny_llama_mlp()
+    weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    out, _ = torch.ops.fusepatch.gated_mlp(x, *weights, None, "silu", True, "picky")
+    assert relative_error(out, mlp(x)) < 1e-6
+
+
+def test_flas_mlp_keeps_the_kernel() -> None:
+    mlp = pytest.importorskip("fla.modules.mlp")
+    torch.manual_seed(0)
+    model = mlp.GatedMLP(hidden_size=64, intermediate_size=96)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    patched = compiled(model, graphs)
+    x = torch.randn(2, 5, 64)
+    expected = torch.nn.functional.silu(model.gate_proj(x)) * model.up_proj(x)
+    assert relative_error(patched(x), model.down_proj(expected)) < 1e-5
+    assert graphs.count("gated_mlp") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_inductor(mode: str) -> None:
+    model = tiny_llama()
+    stock = step(model, IDS)
+    fusepatch.accelerate()
+    same(step(torch.compile(model, fullgraph=True, mode=mode), IDS), stock, tolerance=1e-5)
+    assert traced()["fused"] > 0
