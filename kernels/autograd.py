@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -25,14 +26,25 @@ def differentiable_once(backward: Callable[..., _Gradients]) -> Callable[..., _G
     def wrapper(ctx: Any, *incoming: Tensor) -> _Gradients:
         saved = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            return backward(ctx, saved, *incoming)
-        with torch.no_grad():
+            with without_autocast(incoming[0]):
+                return backward(ctx, saved, *incoming)
+        with torch.no_grad(), without_autocast(incoming[0]):
             gradients = backward(ctx, saved, *incoming)
         # Whatever the gradients depend on leads to the refusal, so that the engine meets it on the way there.
         sources = [tensor for tensor in (*incoming, *saved) if tensor is not None and tensor.requires_grad]
         return tuple(None if gradient is None else _refuse(gradient, sources) for gradient in gradients)
 
     return wrapper
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """For a backward pass that is called inside autocast: what the forward pass read is in one dtype, and stays so."""
+    if not torch._C._is_any_autocast_enabled() or not torch.amp.is_autocast_available(tensor.device.type):
+        return _NOTHING
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _refuse(gradient: Tensor, sources: list[Tensor]) -> Tensor:

@@ -125,3 +125,27 @@ def test_an_operator_calls_the_backend_that_it_names(monkeypatch: pytest.MonkeyP
     assert (FUSED.act_mul(rand(M, INNER), rand(M, INNER), "silu", "reference") == 7).all()
     with pytest.raises(StopIteration):
         FUSED.act_mul(rand(M, INNER), rand(M, INNER), "silu", "nobody")
+
+
+@pytest.mark.parametrize("kind", ["op", "packed", "operator", "act_mul"])
+def test_a_backward_pass_inside_autocast_is_the_one_outside(kind: str) -> None:
+    """Autocast is for forward passes; what the kernels read is in one dtype."""
+
+    def run(inside: bool) -> list[Tensor]:
+        x, down = rand(M, H).requires_grad_(), rand(H, INNER).requires_grad_()
+        gate, up = (rand(INNER, H) * n for n in (1, 2))
+        weights = [w.requires_grad_() for w in ((torch.cat((gate, up)),) if kind == "packed" else (gate, up))]
+        if kind == "operator":
+            out, _ = FUSED.gated_mlp(x, *weights, down, None, "silu", True, "reference")
+        elif kind == "act_mul":
+            weights = [rand(M, INNER).requires_grad_(), rand(M, INNER).requires_grad_()]
+            return list(backward(op.act_mul(*weights), weights, inside))
+        else:
+            out = (op.gated_mlp_packed if kind == "packed" else op.gated_mlp)(x, *weights, down)
+        return list(backward(out, [x, down, *weights], inside))
+
+    def backward(out: Tensor, inputs: list[Tensor], inside: bool) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    assert all(torch.equal(one, other) for one, other in zip(run(True), run(False), strict=True))

@@ -290,10 +290,10 @@ def test_a_library_that_does_not_import(no_child: None, monkeypatch: pytest.Monk
 
 
 def test_metadata_without_a_module(no_child: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_distribution(tmp_path, "nvidia-cutlass-dsl", "4.8.1")
+    make_distribution(tmp_path, "nvidia-cudnn-frontend", "1.32.0")
     monkeypatch.syspath_prepend(tmp_path)
     found = doctor.examine()
-    the_finding(found, "nvidia-cutlass-dsl 4.8.1 is half-installed", "problem")
+    the_finding(found, "nvidia-cudnn-frontend 1.32.0 is half-installed", "problem")
 
 
 @pytest.mark.parametrize("damage", ["", "Name: torch\n"])

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ... import settings
 from ...decline import Reason
+from ..autograd import without_autocast
 from .choose import BACKENDS, OP, REFERENCE, Backend, Problem, choose, load
 from .op import gradients, rows
 
@@ -225,12 +226,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     x_MH, gate_weight, up_weight, down_weight, gate_up_M2I = ctx.saved_tensors
     need_x, need_gate, need_up, need_down, need_down_bias, *_rest = ctx.needs_input_grad
-    d_gate_up_M2I, h_MI = torch.ops.fusepatch.gemm_dact(
-        dout, down_weight, gate_up_M2I, ctx.activation, need_down, ctx.backend
-    )
     needs = (need_x, need_gate, need_up, need_down, False, False, need_down_bias)
-    packed = up_weight is None
-    found = gradients(needs, packed, d_gate_up_M2I, h_MI, dout, x_MH, gate_weight, up_weight)
+    with without_autocast(dout):
+        d_gate_up_M2I, h_MI = torch.ops.fusepatch.gemm_dact(
+            dout, down_weight, gate_up_M2I, ctx.activation, need_down, ctx.backend
+        )
+        found = gradients(needs, up_weight is None, d_gate_up_M2I, h_MI, dout, x_MH, gate_weight, up_weight)
     return *found[:4], found[6], None, None, None
 
 
