@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import guard
 from ..decline import Route
 from ..kernels.gated_mlp.choose import Problem
 from ..patch import Switch
@@ -33,6 +34,14 @@ def constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant
+def _is_transformed() -> bool:
+    """Whether a `torch.func` transform or forward-mode AD is on: the operator has neither rule. While the compiler
+    traces through one, it is on here too.
+    """
+    return guard.is_transformed()
 
 
 @constant
@@ -55,6 +64,8 @@ def _serving(
 def run(layout: Layout, module: Any, x: Any, switch: Switch) -> Tensor | None:
     """The output of the fused route; None where it does not serve, and the library's own code is to be traced."""
     if switch.off is not None or switch.only is not None or not isinstance(x, Tensor) or x.dim() == 0:
+        return None
+    if _is_transformed():
         return None
     if layout.why_not is not None and layout.why_not(module) is not None:
         return None

@@ -56,6 +56,11 @@ def why_not_plain_call(x: Any) -> Reason | None:
     return None
 
 
+def is_transformed() -> bool:
+    """Whether a `torch.func` transform or forward-mode AD is on."""
+    return _interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def _is_traced() -> bool:
     """Whether a mode runs that stands for a graph or for fake data. Any other sees our kernels as operators."""
     return any(_mode(key) is not None for key in _MODES_OF_TRACERS)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.func import functional_call, grad, jvp, vmap
+from torch.utils._pytree import tree_leaves
 
 import fusepatch
 from fusepatch import settings
@@ -271,6 +273,60 @@ def test_an_operator_given_what_its_kernel_can_not_read_runs_the_reference(monke
     weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
     out, _ = torch.ops.fusepatch.gated_mlp(x, *weights, None, "silu", True, "picky")
     assert relative_error(out, mlp(x)) < 1e-6
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], Callable[[Tensor], Any]]] = {
+    "grad": lambda mlp: grad(lambda x: mlp(x).sum()),
+    "vmap": lambda mlp: vmap(mlp),
+    "jvp": lambda mlp: lambda x: jvp(mlp, (x,), (torch.ones_like(x),)),
+    "vmap of grad": lambda mlp: vmap(grad(lambda x: mlp(x).sum())),
+    "weights given": lambda mlp: lambda x: functional_call(mlp, {"up_proj.weight": torch.ones(96, 64)}, (x,)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_inside_compiled_code_get_the_librarys(name: str) -> None:
+    model, x = tiny_llama_mlp(), torch.randn(4, 3, 64)
+    run = TRANSFORMS[name](model)
+    stock = tree_leaves(run(x))
+    fusepatch.accelerate()
+    graphs = Graphs()
+    found = tree_leaves(torch.compile(run, backend=graphs.backend, fullgraph=True)(x))
+    assert all(relative_error(one, other) < 1e-6 for one, other in zip(found, stock, strict=True))
+    assert graphs.count("gated_mlp") == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_models(use_reentrant: bool) -> None:
+    model: Any = tiny_llama()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.train()
+    stock = step(model, IDS)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    same(step(torch.compile(model, backend=graphs.backend), IDS), stock)
+    assert graphs.count("gated_mlp") >= 2
+
+
+def test_requires_grad_may_change_and_the_output_be_written_to() -> None:
+    model = tiny_llama_mlp()
+
+    def run(module: Any) -> list[Tensor]:
+        found = []
+        for trained in (False, True):
+            model.requires_grad_(trained)
+            x = torch.ones(3, 64, requires_grad=True)
+            out = module(x)
+            out += 1
+            out[..., 0] *= 2
+            found += [out.detach(), *torch.autograd.grad(out.sum(), [x])]
+        return found
+
+    stock = run(model)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    same(run(compiled(model, graphs)), stock)
+    assert graphs.count("gated_mlp") == 2
 
 
 def test_flas_mlp_keeps_the_kernel() -> None:
