@@ -16,7 +16,7 @@ from .. import catalogue, entry, ledger, settings
 from ..catalogue import Target
 from ..decline import DeclinedError, Route
 from ..explanation import Explanation, explain
-from . import arms, bound, in_place
+from . import arms, bound, in_place, watching
 from .arms import Batch, Build, Call, Counts, Loss, Options, Result, Source
 from .bound import TensorError, TensorName
 from .in_place import Judged
@@ -182,7 +182,7 @@ def _run_patched(
         if not was_on:
             ledger.watch_first_step(None)  # no summary of a first step: it is ours, not the program's
         _expect(model, names, found)
-        with in_place.watch(model, _served(model, names)) as seen:
+        with watching.watch(model, _served(model, names)) as seen:
             result = arms.run(model, options, names)
     found.off_patched = _compare(result, found)
     found.patched = _without_tensors(result)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,40 +19,9 @@ from .. import entry
 from . import arms, bound
 from .bound import TensorError, TensorName
 from .surroundings import exact_arithmetic, random_numbers
+from .watching import Seen
 
 OUTPUT, INPUT_GRADIENT = "output", "gradient of the input"
-
-
-@dataclass
-class Seen:
-    """One call of a module, its tensors copied to the CPU."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    x: int | str
-    """Which argument is the input: a position, or a name."""
-    device: torch.device
-    autocast: torch.dtype | None
-    """The dtype of the autocast that the call was in; None where it was in none."""
-    random: tuple[Tensor, Tensor | None]
-    """The states of the CPU's and the device's generator."""
-    wants_dx: bool
-    out: Tensor | None = None
-    dout: Tensor | None = None
-    dx: Tensor | None = None
-    weights: dict[str, dict[tuple[int, int], Tensor]] = field(default_factory=dict)
-    """What the call added to each weight's gradient, by the place in its graph: the sum counts."""
-
-    @property
-    def input(self) -> Tensor:
-        """What the module was given."""
-        x: Tensor = self.kwargs[self.x] if isinstance(self.x, str) else self.args[self.x]
-        return x
-
-    @property
-    def tokens(self) -> int:
-        """How many rows the input has."""
-        return self.input.numel() // max(1, self.input.shape[-1]) if self.input.dim() else 1
 
 
 @dataclass(frozen=True)
@@ -64,127 +30,6 @@ class Judged:
 
     errors: tuple[TensorError, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-# ---------------------------------------------------------------------------------------------------------- watching
-
-
-@contextlib.contextmanager
-def watch(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Seen]]]:
-    """A dictionary that fills with the calls of the modules named, recomputations included, while the block runs."""
-    seen: dict[str, list[Seen]] = {name: [] for name in names}
-    modules = dict(model.named_modules())
-    handles = []
-    for name in names:
-        before, after = _hooks(seen[name])
-        handles.append(modules[name].register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(modules[name].register_forward_hook(after, with_kwargs=True))
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hooks(calls: list[Seen]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    running: dict[int, list[Seen | None]] = {}
-    """The calls that have not returned yet, by thread: a wrapper may run a module in several."""
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = _input_of(args, kwargs)
-        mine = running.setdefault(threading.get_ident(), [])
-        mine.append(None)
-        if found is None:
-            return None
-        which, x = found
-        type_ = x.device.type
-        autocast = torch.get_autocast_dtype(type_) if torch.is_autocast_enabled(type_) else None
-        given = tuple(map(_on_cpu, args)), {key: _on_cpu(value) for key, value in kwargs.items()}
-        # A parameter is left as it is: our patches decline it, and would serve a view of it.
-        wants_dx = x.requires_grad and torch.is_grad_enabled() and type(x) is Tensor
-        call = mine[-1] = Seen(*given, which, x.device, autocast, _random_states(x.device), wants_dx)
-        if not wants_dx:
-            return None
-        x = x.view_as(x)  # of its own, so that its gradient is this module's alone
-        x.register_hook(lambda dx: _keep(call, "dx", dx))  # type: ignore[no-untyped-call]
-        if isinstance(which, str):
-            return args, {**kwargs, which: x}
-        return (*args[:which], x, *args[which + 1 :]), kwargs
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        call = running[threading.get_ident()].pop()
-        if call is None or not isinstance(out, Tensor):
-            return
-        call.out = _on_cpu(out)
-        if out.requires_grad and out.grad_fn is not None:
-            shape = out.shape
-            _end_of(out).register_hook(  # type: ignore[no-untyped-call]
-                lambda dout: _keep(call, "dout", dout.reshape(shape))
-            )
-            _watch_weights(call, module, out, (*args, *kwargs.values()))
-        calls.append(call)
-
-    return before, after
-
-
-def _end_of(out: Tensor) -> Tensor:
-    """`out`, or the tensor that it is a view of, all of it: to write to a view in place takes it off its own history,
-    and a hook with it.
-    """
-    base = out._base
-    if base is None or base.grad_fn is None or base.numel() != out.numel():
-        return out
-    return base if base.is_contiguous() and out.is_contiguous() else out
-
-
-def _watch_weights(call: Seen, module: nn.Module, out: Tensor, given: Sequence[Any]) -> None:
-    """Keeps what this call alone adds to the gradient of each weight.
-
-    `.grad` also has what other uses of the weight add and what its hooks do; an optimizer in such a hook empties it.
-    """
-    names = {id(weight): name for name, weight in module.named_parameters()}
-    seen: set[Any] = {None, *(x.grad_fn for x in given if isinstance(x, Tensor))}
-    nodes: list[Any] = [out.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for index, (parent, _) in enumerate(node.next_functions):
-            weight = names.get(id(getattr(parent, "variable", None)))
-            if weight is None:
-                nodes.append(parent)
-            else:
-                parts = call.weights.setdefault(weight, {})
-                node.register_hook(functools.partial(_keep_part, parts, (len(seen), index)))
-
-
-def _keep_part(
-    parts: dict[tuple[int, int], Tensor],
-    place: tuple[int, int],
-    gradients: tuple[Tensor | None, ...],
-    _: tuple[Tensor | None, ...],
-) -> None:
-    gradient = gradients[place[1]]
-    if gradient is not None:
-        parts[place] = _on_cpu(gradient)
-
-
-def _random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
-    every: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return next(((at, x) for at, x in every if isinstance(x, Tensor) and x.is_floating_point()), None)
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _keep(call: Seen, name: str, gradient: Tensor) -> None:
-    setattr(call, name, _on_cpu(gradient))
 
 
 # ----------------------------------------------------------------------------------------------------------- judging
