@@ -51,6 +51,8 @@ class Backend:
     """Whether the fused route takes biases."""
     native: bool = True
     """Made for GPUs, and so admitted by architecture; False for plain PyTorch, which runs anywhere when asked for."""
+    named_only: bool = False
+    """Serves only where the environment names it: its kernels, as they are now, have run on no GPU yet."""
     packages: tuple[str, ...] = ()
     """What must be importable besides torch."""
     capabilities: frozenset[arch.Capability] | None = None
@@ -117,13 +119,6 @@ def _fused_wins(problem: Problem, tokens: int) -> bool:
     return fewest is not None and tokens >= fewest
 
 
-def _fused_waits(problem: Problem, tokens: int) -> bool:
-    """Never: the last change of the Hopper kernels, to a race that their self-check found on the H200, has been
-    compiled and inspected, and has not run. Where it has, `_fused_wins` takes this one's place.
-    """
-    return False
-
-
 _MOST_TOKENS = 2**40
 
 
@@ -162,7 +157,9 @@ BACKENDS: tuple[Backend, ...] = (
         width_multiple=8,
         byte_alignment=16,
         check="fusepatch.kernels.gated_mlp.check",
-        admits=_fused_waits,
+        admits=_fused_wins,
+        # The last change, to a race that the self-check found on the H200, was compiled and inspected, and has not run.
+        named_only=True,
         compiled=_hopper_is_compiled,
     ),
     # The op itself takes biases on every route. The fused route declines them until a native kernel takes them, so
@@ -242,7 +239,7 @@ def _for_problem(current: settings.Settings, problem: Problem, any_size: bool) -
         return Reason.CPU
     reason = Reason.NO_KERNEL
     for backend in BACKENDS:
-        if backend.native:
+        if backend.native and not backend.named_only:
             why = _why_not(backend, problem, any_size=any_size)
             if why is None:
                 return backend
@@ -315,7 +312,7 @@ def _standing(backend: Backend, route: Route, device: torch.device) -> selfcheck
     ]
     return selfcheck.Standing(
         backend=backend.name,
-        native=backend.native,
+        native=backend.native and not backend.named_only,
         route=route,
         reason=_why_not_unchecked(backend, problems[0]),
         missing=_missing(backend),
