@@ -93,6 +93,7 @@ def _import_shim(name: str) -> Shim:
 TARGETS: tuple[Target, ...] = (
     Target("gated_mlp", "transformers", "transformers", "fusepatch.shims.hf_gated_mlp"),
     Target("gated_mlp", "fla", "flash-linear-attention", "fusepatch.shims.fla_gated_mlp"),
+    Target("engram_gate", "transformers", "transformers", "fusepatch.shims.hf_engram_gate"),
 )
 
 

@@ -37,8 +37,8 @@ class Reason(Enum):
     DISABLED = ("disabled", "the call ran inside `fusepatch.disabled()`", "leave the context manager", True)
     ENV_DISABLED = (
         "env-disabled",
-        "an environment variable (`FUSEPATCH=0` or `FUSEPATCH_<OP>=0`) turned the op off",
-        "unset the variable and call `accelerate()` again",
+        "an environment variable (`FUSEPATCH=0` or `FUSEPATCH_<OP>=0`) turned the op off, or it is off by default",
+        "unset the variable, or name the op, and call `accelerate()` again",
         True,
     )
     RESTORED = (

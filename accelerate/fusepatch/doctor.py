@@ -534,6 +534,7 @@ def _kernels(gpus: Sequence[Gpu], cuda: str | None, renew: bool, tell: Callable[
     return tuple(
         _kernel(op, standing, devices, cuda, renew, tell)
         for op in settings.OPS
+        if settings.current().considers(op)
         for devices in (kinds.values() or [[torch.device("cpu")]])
         for standing in _survey(op, devices[0])
     )

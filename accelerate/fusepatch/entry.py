@@ -93,6 +93,8 @@ def accelerate(
         raise TypeError(f"strict must be True or False, got {strict!r}")
     new_settings = settings.read()
     named = set(names) if ops is not None else set()
+    if ops is None:  # what is off by default, and is not asked for in the environment either, is left as it is
+        names = tuple(name for name in names if new_settings.considers(name))
 
     with _state.lock:
         plans = [

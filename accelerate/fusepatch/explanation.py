@@ -150,9 +150,10 @@ def _decide(
     current: settings.Settings,
     in_place: patch.ForwardPatch | None,
 ) -> Decision:
-    if not current.allows(target.op):
+    live = in_place is not None and in_place.switch.off is not Reason.RESTORED
+    if not current.allows(target.op, named=live):  # an op that is off by default was named where it is live
         return original(Reason.ENV_DISABLED)
-    if in_place is not None and in_place.switch.off is not Reason.RESTORED:
+    if in_place is not None and live:
         off = in_place.switch.why_off(module)
         if off is not None:
             return original(off)

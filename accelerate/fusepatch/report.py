@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import catalogue, table
+from . import catalogue, settings, table
 from .decline import Reason, Route
 from .patch import ForwardPatch, is_in_place
 
@@ -160,8 +160,9 @@ def _plural(count: int, one: str, many: str) -> str:
 def build_status(
     patches: Sequence[ForwardPatch], outcomes: Mapping[str, Reason | None], strict: bool, disabled: bool
 ) -> Status:
-    """The report on these patches and targets, at this moment."""
-    return Status(tuple(_target_status(target, patches, outcomes) for target in catalogue.TARGETS), strict, disabled)
+    """The report on these patches and targets, at this moment. An op that is off by default and unused is left out."""
+    shown = [found for found in catalogue.TARGETS if settings.OPS[found.op].default or found.name in outcomes]
+    return Status(tuple(_target_status(target, patches, outcomes) for target in shown), strict, disabled)
 
 
 def _target_status(

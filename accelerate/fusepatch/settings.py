@@ -36,7 +36,11 @@ class OpOptions:
 
 
 OPS: dict[str, OpOptions] = {
-    op.name: op for op in (OpOptions("gated_mlp", backends=("triton", "hopper", "reference")),)
+    op.name: op
+    for op in (
+        OpOptions("gated_mlp", backends=("triton", "hopper", "reference")),
+        OpOptions("engram_gate", backends=("triton", "reference"), default=False),
+    )
 }
 
 
@@ -163,6 +167,10 @@ class Settings:
         """Whether `op` may be patched: switched on, or not switched off and asked for by name or by default."""
         choice = self.ops[op].enabled
         return self.enabled and (choice if choice is not None else named or OPS[op].default)
+
+    def considers(self, op: str) -> bool:
+        """Whether `op` is on by default or turned on in the environment; another is not spoken of until it is named."""
+        return OPS[op].default or bool(self.ops[op].enabled)
 
 
 def _describe_table() -> str:

@@ -173,7 +173,9 @@ CASES = {
         ("ERROR: --fusepatch-ops: only together with --fusepatch",),
     ),
     "an unknown op": Case(
-        (*ON, "--fusepatch-ops", "gated_mlp,nope"), 4, ("ERROR: --fusepatch: unknown op 'nope'. Ops: gated_mlp.",)
+        (*ON, "--fusepatch-ops", "gated_mlp,nope"),
+        4,
+        ("ERROR: --fusepatch: unknown op 'nope'. Ops: gated_mlp, engram_gate.",),
     ),
     "a value that a variable does not take": Case(
         (*ON, *named("once")),

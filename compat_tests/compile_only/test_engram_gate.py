@@ -1,0 +1,135 @@
+"""The Triton kernels of the Engram gate, compiled without a GPU for SM90 and SM100: their machine code."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fusepatch.kernels.engram_gate import triton_kernels as kernels  # noqa: E402
+
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+pytestmark = pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton brings no nvdisasm")
+
+CAPABILITIES = pytest.mark.parametrize("capability", [90, 100])
+MOST_REGISTERS = 65536
+MOST_SHARED = 227 * 1024  # per block, SM90 and SM100
+
+
+@functools.cache
+def compiled(kernel: Any, constants: tuple[tuple[str, Any], ...], warps: int, capability: int) -> Any:
+    """A kernel for bf16 tensors, fp32 weights, aligned as PyTorch aligns them."""
+    named = dict(constants)
+    types = {"weight_ptr": "*fp32", "saved_ptr": "*fp32", "partial_ptr": "*fp32", "mask_ptr": "*u8"}
+    types |= {"grad_weight_ptr": "*fp32", "eps": "fp32"}
+    signature, constant, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in named:
+            signature[name], constant[(index,)] = "constexpr", named[name]
+            continue
+        signature[name] = types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        if name.endswith(("_ptr", "_row")) or name == "size":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constant, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+def machine_code(built: Any, folder: Path) -> list[str]:
+    """Every instruction, without its predicate."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(built.asm["cubin"])
+    text = subprocess.run([NVDISASM, "-c", path], check=True, capture_output=True, text=True).stdout
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.+?);", text, re.MULTILINE)
+
+
+def names(code: list[str]) -> Counter[str]:
+    return Counter(line.split()[0].split(".")[0] for line in code)
+
+
+def registers(code: list[str]) -> int:
+    return 1 + max(int(number) for line in code for number in re.findall(r"\bR(\d+)\b", line))
+
+
+def forward_of(streams: int, width: int, masked: bool, residual: bool, capability: int) -> tuple[Any, int]:
+    shape = kernels.shape_of(streams, width)
+    constants = {"STREAMS": streams, "WIDTH": width, "HEAD": shape.head, "TAIL": shape.tail}
+    constants |= {"MASKED": masked, "RESIDUAL": residual, "COPYSIGN": residual}
+    built = compiled(kernels._forward_kernel, tuple(constants.items()), shape.forward_warps, capability)
+    return built, shape.forward_warps
+
+
+def backward_of(streams: int, width: int, weight: bool, residual: bool, capability: int) -> tuple[Any, int]:
+    shape = kernels.shape_of(streams, width)
+    constants = {"STREAMS": streams, "WIDTH": width, "HEAD": shape.head, "TAIL": shape.tail}
+    constants |= {"RESIDUAL": residual, "WANT_WEIGHT": weight, "HELD": shape.held, "STAGES": shape.stages}
+    built = compiled(kernels._backward_kernel, tuple(constants.items()), shape.backward_warps, capability)
+    return built, shape.backward_warps
+
+
+def check(built: Any, warps: int, folder: Path, architecture: str) -> list[str]:
+    """What holds of each kernel: its target, no spills, no atomics, all that it holds fits, and 64-bit addresses."""
+    assert architecture in built.asm["ptx"]
+    code = machine_code(built, folder)
+    found = names(code)
+    assert not found.keys() & {"LDL", "STL"}, found
+    assert not found.keys() & {"ATOM", "ATOMG", "ATOMS", "RED", "REDG"}, found
+    assert registers(code) * warps * 32 <= MOST_REGISTERS
+    assert built.metadata.shared <= MOST_SHARED
+    addresses = [line for line in code if re.match(r"(LDG|STG)\b", line)]
+    assert addresses
+    # An address is a pair of registers; a 32-bit offset may be added to one, within a row.
+    assert all(re.search(r"\[U?R\d+\.64", line) or ".U32+UR" in line for line in addresses), addresses
+    return code
+
+
+TARGETS = {90: ".target sm_90a", 100: ".target sm_100a"}
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "gated"])
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", ""])
+@pytest.mark.parametrize("width", [5120, 2048])
+def test_forward(tmp_path: Path, width: int, masked: bool, residual: bool, capability: int) -> None:
+    built, warps = forward_of(4, width, masked, residual, capability)
+    code = check(built, warps, tmp_path, TARGETS[capability])
+    # Rows move 16 bytes at a time. One loop over the streams, in which x and key are loaded once each.
+    loads = [line for line in code if line.startswith("LDG.E") and "EF" in line]
+    rows = 2 * (width // 1024)  # 128 bits of x and key for each 8 elements of each thread
+    assert sum("128" in line for line in loads) <= rows
+    assert len(loads) <= rows + 2
+    assert any(line.startswith("STG.E.128") for line in code)
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "gated"])
+@pytest.mark.parametrize("weight", [True, False], ids=["with the weight's gradient", ""])
+@pytest.mark.parametrize("width", [5120, 2048])
+def test_backward(tmp_path: Path, width: int, weight: bool, residual: bool, capability: int) -> None:
+    built, warps = backward_of(4, width, weight, residual, capability)
+    code = check(built, warps, tmp_path, TARGETS[capability])
+    # The ring: rows go to shared memory ahead of their use, and only the four saved numbers are loaded directly.
+    assert names(code)["LDGSTS"]
+    assert names(code)["LDG"] == 8  # those of the first step, and those of the next in the loop
+
+
+@CAPABILITIES
+def test_sums_in_memory_are_not_loaded_ahead(tmp_path: Path, capability: int) -> None:
+    built, warps = backward_of(6, 1032, True, True, capability)
+    code = check(built, warps, tmp_path, TARGETS[capability])
+    assert not names(code)["LDGSTS"]
+
+
+@CAPABILITIES
+def test_the_sum_over_programs(tmp_path: Path, capability: int) -> None:
+    constants = (("ROWS", kernels._SUM_ROWS), ("COLUMNS", kernels._SUM_COLUMNS))
+    check(compiled(kernels._weight_kernel, constants, 4, capability), 4, tmp_path, TARGETS[capability])

@@ -1,0 +1,563 @@
+"""The shim of `Qwen4ExpTextPLELayer`: it computes what the library does, and every reason for which it declines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+
+import fusepatch
+from fusepatch import selfcheck
+from fusepatch.catalogue import Assumed
+from fusepatch.decline import DeclinedError, Reason, Route
+from fusepatch.kernels.engram_gate import choose, op
+from fusepatch.shims import hf_engram_gate
+from support import grads_of, is_within_parity, relative_error
+
+modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig  # noqa: E402
+
+Layer = modeling.Qwen4ExpTextPLELayer
+POINTWISE, ORIGINAL = Route.POINTWISE, Route.ORIGINAL
+S, D, E = 4, 16, 32
+
+
+@pytest.fixture(autouse=True)
+def rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs the reference backend, unless it says otherwise."""
+    monkeypatch.setenv("FUSEPATCH_ENGRAM_GATE_BACKEND", "reference")
+
+
+def config(**overrides: Any) -> Qwen4ExpTextConfig:
+    sizes = {"vocab_size": 128, "hidden_size": D, "num_hidden_layers": 3, "hc_count": S, "hc_lowrank": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "linear_key_head_dim": 8}
+    heads |= {"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    experts |= {"num_experts": 4, "num_experts_per_tok": 2}
+    ngrams = {"ple_layer_ids": [1, 2], "ple_embed_dim": E, "heads_per_ngram": 2, "ngram_vocab_size_base": 97}
+    ngrams |= {"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "eos_token_id": 0, "pad_token_id": 0}
+    index = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 32}
+    index |= {"indexer_compress_ratio": 4, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+    return Qwen4ExpTextConfig(**{**sizes, **heads, **experts, **ngrams, **index, "initializer_range": 0.1, **overrides})
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """What the library starts at 0 or 1 would hide mistakes."""
+    torch.manual_seed(0)
+    for layer in module.modules():
+        if isinstance(layer, Layer):
+            for norm in (layer.norm_key, layer.norm_query, layer.norm_conv):
+                nn.init.normal_(norm.weight, std=0.3)
+            nn.init.normal_(layer.conv1d.weight, std=0.3)
+            nn.init.normal_(layer.ple_embedding.ngram_embedding.weight)
+    return module
+
+
+def tiny_layer(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return randomised(Layer(config(), 0, 0)).to(dtype)
+
+
+def call(dtype: torch.dtype = torch.float32, batch: int = 2, length: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, length, S * D, generator=generator).to(dtype).requires_grad_()
+    return x, torch.randint(1, 128, (batch, length), generator=generator)
+
+
+def counted() -> dict[tuple[str, str | None], int]:
+    status = fusepatch.status().to_dict()
+    classes = [
+        each for target in status["targets"] if target["name"].startswith("engram_gate/") for each in target["classes"]
+    ]
+    (found,) = classes
+    (route,) = found["calls"]
+    reasons = list(found["declines"]) or [None]
+    return {(route, reasons[0]): found["calls"][route]}
+
+
+def check(run: Callable[[], Any], route: Route, reason: Reason, calls: int = 1, tolerance: float = 1e-5) -> None:
+    """All `calls` of `run()` take `route` because of `reason`, and give what the unpatched library gives."""
+    stock = run()
+    fusepatch.accelerate("engram_gate")
+    patched = run()
+    assert counted() == {(route.value, reason.value): calls}
+    for ours, theirs in zip(patched, stock, strict=True):
+        assert torch.equal(ours, theirs) if route is ORIGINAL else relative_error(ours, theirs) < tolerance
+
+
+def train(layer: nn.Module, x: Tensor | None = None, **more: Any) -> list[Tensor]:
+    """Output and every gradient of one call."""
+    tokens, ids = call()
+    x = tokens if x is None else x
+    for parameter in layer.parameters():
+        parameter.grad = None
+    out = layer(x, ids, more.pop("cache", None), **more)
+    out.backward(torch.ones_like(out))
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+def infer(layer: nn.Module, x: Tensor | None = None) -> list[Tensor]:
+    tokens, ids = call()
+    return [layer(tokens if x is None else x, ids[:, : tokens.shape[1]], None).detach()]
+
+
+# --------------------------------------------------------------------------------------------------------------- parity
+
+
+def test_the_class_matches_and_nothing_else_of_its_module() -> None:
+    assert hf_engram_gate.matches(vars(Layer)["forward"])
+    others = [k for k in vars(modeling).values() if isinstance(k, type) and "forward" in vars(k) and k is not Layer]
+    assert not [kind for kind in others if hf_engram_gate.matches(vars(kind)["forward"])]
+    assert hf_engram_gate.looks_alike(tiny_layer())
+
+
+def test_output_and_gradients() -> None:
+    layer = tiny_layer()
+    check(lambda: train(layer), POINTWISE, Reason.NO_KERNEL)
+    assert len(train(layer)) == 2 + len(list(layer.parameters()))
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 7), (torch.arange(7) > 2).float().expand(2, 7)])
+def test_a_mask_of_padding(mask: Tensor) -> None:
+    layer = tiny_layer()
+    check(lambda: train(layer, conv_mask=mask), POINTWISE, Reason.NO_KERNEL)
+
+
+def test_spellings_of_the_call() -> None:
+    layer, (x, ids) = tiny_layer(), call()
+    spellings = [
+        lambda: layer(x, ids, None),
+        lambda: layer(x, ids, None, None),
+        lambda: layer(hidden_states=x, input_ids=ids, cache=None),
+        lambda: layer(x, cache=None, input_ids=ids, conv_mask=None),
+    ]
+    check(lambda: [each().detach() for each in spellings], POINTWISE, Reason.NO_KERNEL, calls=4)
+    for wrong in (lambda: layer(x), lambda: layer(x, ids, None, None, None), lambda: layer(x, ids, None, nope=1)):
+        with pytest.raises(TypeError):
+            wrong()
+
+
+def test_the_bf16_layer_is_as_near_to_fp32_as_the_library() -> None:
+    """Streams that lean towards their keys: near a dot product of 0 the gradient is all rounding, in any code."""
+    exact, ids = tiny_layer(), call()[1]
+    with torch.no_grad():
+        keys = exact.key_proj(exact.ple_embedding(ids, None))
+        side = torch.where(torch.rand(2, 7, S, 1) < 0.5, -1.0, 1.0).expand(2, 7, S, D).flatten(-2)
+        x = (side * keys + 0.3 * keys.std() * torch.randn_like(keys)).bfloat16()
+    layer = copy.deepcopy(exact).bfloat16()
+    exact.load_state_dict({name: t.float() for name, t in layer.state_dict().items()})
+    dout = torch.randn(x.shape).bfloat16()
+
+    def run(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        leaf = x.to(dtype).requires_grad_()
+        named = {"x": leaf, **dict(module.named_parameters())}
+        return grads_of(lambda: module(leaf, ids, None), named, dout.to(dtype))
+
+    expected, theirs = run(exact, torch.float32), run(layer, torch.bfloat16)
+    fusepatch.accelerate("engram_gate")
+    ours = run(layer, torch.bfloat16)
+    assert counted() == {("pointwise", "no-kernel"): 1}
+    for name, truth in expected.items():
+        error, stock = relative_error(ours[name], truth), relative_error(theirs[name], truth)
+        assert is_within_parity(error, stock), (name, error, stock)
+        assert ours[name].dtype is theirs[name].dtype
+
+
+@pytest.fixture
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library calls FLA's Triton kernels where FLA is installed, and those need a GPU."""
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"):
+        monkeypatch.setattr(modeling, name, getattr(modeling, name).__wrapped__)
+    monkeypatch.setattr(modeling, "causal_conv1d_update", modeling.causal_conv1d_update.__wrapped__)
+
+
+@pytest.fixture
+def model(plain_torch: None) -> nn.Module:
+    torch.manual_seed(0)
+    return randomised(modeling.Qwen4ExpForCausalLM(config()))
+
+
+def test_a_whole_model(model: nn.Module) -> None:
+    ids = call()[1]
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        return [out.logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    check(run, POINTWISE, Reason.NO_KERNEL, calls=2, tolerance=1e-3)
+
+
+def test_generation_with_a_cache(model: nn.Module) -> None:
+    run = lambda: model.generate(call()[1], max_new_tokens=6, do_sample=False)
+    stock = run()
+    fusepatch.accelerate("engram_gate")
+    assert torch.equal(run(), stock)
+    assert counted() == {("pointwise", "no-kernel"): 12}
+
+
+def test_undo_and_default_off(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = vars(Layer)["forward"]
+    fusepatch.accelerate()  # nothing was measured, so the op is off unless it is asked for
+    assert vars(Layer)["forward"] is before
+    monkeypatch.setenv("FUSEPATCH_ENGRAM_GATE", "1")
+    fusepatch.accelerate()
+    assert vars(Layer)["forward"] is not before
+    fusepatch.restore()
+    assert vars(Layer)["forward"] is before
+
+
+def test_explain_and_warmup(model: nn.Module) -> None:
+    fusepatch.accelerate("engram_gate")
+    assert "pointwise" in str(fusepatch.explain(model, tokens=64))
+    grads = [p.grad for p in model.parameters()]
+    report = fusepatch.warmup(model, 64)
+    assert [(row.route, row.modules) for row in report.rows] == [("pointwise", 2)]
+    assert [p.grad for p in model.parameters()] == grads
+
+
+def test_an_error_of_ours_is_recorded_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tiny_layer()
+    fusepatch.accelerate("engram_gate")
+    monkeypatch.setattr(hf_engram_gate, "run_engram_gate", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        infer(layer)
+    assert "ZeroDivisionError" in str(fusepatch.status())
+
+
+# -------------------------------------------------------------------------------------- declines: how the layer is held
+
+
+def set_on(name: str, **values: Any) -> Callable[[nn.Module], None]:
+    return lambda layer: [setattr(getattr(layer, name), key, value) for key, value in values.items()] and None
+
+
+def hook(layer: nn.Module) -> None:
+    layer.norm_key.register_forward_hook(lambda *args: None)
+
+
+def backward_hook(layer: nn.Module) -> None:
+    layer.norm_query.register_full_backward_hook(lambda *args: None)
+
+
+def own_forward(layer: nn.Module) -> None:
+    layer.norm_key.forward = layer.norm_key.forward
+
+
+def parametrised(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer.norm_query, "weight", nn.Identity())
+
+
+def partitioned(layer: nn.Module) -> None:
+    layer.norm_key.weight.ds_id = 1
+
+
+def other_norm(layer: nn.Module) -> None:
+    class Other(type(layer.norm_key)):
+        def forward(self, x):
+            return super().forward(x) * 1.0
+
+    layer.norm_query.__class__ = Other
+
+
+def hidden_weight(layer: nn.Module) -> None:
+    weight = layer.norm_key.weight.detach().clone()
+    del layer.norm_key.weight
+    layer.norm_key.weight = weight
+
+
+HELD = {
+    "a hook": (hook, Reason.HOOKS),
+    "a backward hook": (backward_hook, Reason.HOOKS),
+    "a forward of its own": (own_forward, Reason.INSTANCE_FORWARD),
+    "a parametrisation": (parametrised, Reason.PARAMETRISED),
+    "ZeRO-3": (partitioned, Reason.ZERO3),
+    "another norm": (other_norm, Reason.STRUCTURE),
+    "no group": (set_on("norm_key", group_size=S * D), Reason.STRUCTURE),
+    "two eps": (set_on("norm_query", eps=1e-5), Reason.STRUCTURE),
+    "eps 0": (lambda layer: [set_on(n, eps=0.0)(layer) for n in ("norm_key", "norm_query")] and None, Reason.STRUCTURE),
+    "weight is no parameter": (hidden_weight, Reason.STRUCTURE),
+    "weight in fp64": (lambda layer: layer.norm_key.double() and None, Reason.DTYPE),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_how_the_norms_are_held(held: str) -> None:
+    change, reason = HELD[held]
+    layer = tiny_layer()
+    change(layer)
+    if held == "no group":  # another result, so that a mistake would show
+        layer.norm_query.group_size = S * D
+    check(lambda: infer(layer), ORIGINAL, reason)
+
+
+def test_what_may_be_held_in_any_way() -> None:
+    """Projections, the norm of the convolution, and the embedding are called as they are."""
+    layer, seen = tiny_layer(), []
+    for name in ("key_proj", "value_proj", "norm_conv", "conv1d", "ple_embedding"):
+        getattr(layer, name).register_forward_hook(lambda *args, name=name: seen.append(name))
+    check(lambda: infer(layer), POINTWISE, Reason.NO_KERNEL)
+    assert seen[:5] == seen[5:] == ["ple_embedding", "key_proj", "value_proj", "norm_conv", "conv1d"]
+
+
+def test_weights_that_are_not_there() -> None:
+    layer = tiny_layer()
+    layer.norm_key.weight = nn.Parameter(torch.empty(0))
+    assert hf_engram_gate.read_parts(layer) is Reason.FSDP
+    layer.norm_key.to("meta")
+    assert hf_engram_gate.read_parts(layer) is Reason.META
+    del layer._modules["norm_key"]
+    assert hf_engram_gate.read_parts(layer) is Reason.STRUCTURE
+    layer.hc_count = None
+    assert hf_engram_gate.read_parts(layer) is Reason.STRUCTURE
+
+
+def test_quantised_weights() -> None:
+    layer = tiny_layer()
+    layer.norm_key.weight = nn.Parameter(layer.norm_key.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    assert hf_engram_gate.read_parts(layer) is Reason.QUANTISED
+
+
+def test_functional_call() -> None:
+    layer, (x, ids) = tiny_layer(), call()
+    weights = {name: t.detach() for name, t in layer.named_parameters()}
+    run = lambda: [functional_call(layer, weights, (x, ids, None)).detach()]
+    check(run, ORIGINAL, Reason.WEIGHT_NOT_PARAMETER)
+
+
+# ------------------------------------------------------------------------------------------- declines: what is returned
+
+
+class Wrapped(nn.Module):
+    """A projection whose result is changed."""
+
+    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.inner(x))
+
+
+RETURNED = {
+    "another dtype": (lambda t: t.bfloat16(), Reason.DTYPE),
+    "one for all tokens": (lambda t: t[:, :1], Reason.SHAPE),
+    "a subclass": (lambda t: nn.Parameter(t.detach()), Reason.TENSOR_SUBCLASS),
+}
+
+
+@pytest.mark.parametrize("returned", RETURNED)
+@pytest.mark.parametrize("name", ["key_proj", "value_proj"])
+def test_what_a_projection_returns(name: str, returned: str) -> None:
+    """Decided after the projections ran: they run once, and the library's operations follow."""
+    change, reason = RETURNED[returned]
+    layer = tiny_layer()
+    setattr(layer, name, Wrapped(getattr(layer, name), change))
+    calls = []
+    getattr(layer, name).register_forward_hook(lambda *args: calls.append(1))
+    check(lambda: infer(layer), ORIGINAL, reason)
+    assert len(calls) == 2
+
+
+# ---------------------------------------------------------------------------------------------- declines: what is given
+
+
+def test_the_input() -> None:
+    layer = tiny_layer()
+    assert not isinstance(hf_engram_gate.read_parts(layer), Reason)
+    for x, reason in (
+        (torch.ones(2, 7, S * D + 8), Reason.SHAPE),
+        (torch.ones(7, S * D), Reason.SHAPE),
+        (torch.ones(2, 7, S * D).to_sparse(), Reason.STRIDES),
+        (torch.ones(2, 0, S * D), Reason.ZERO_TOKENS),
+        (nn.Parameter(torch.ones(2, 7, S * D)), Reason.TENSOR_SUBCLASS),
+        (torch.ones(2, 7, S * D, device="meta"), Reason.DEVICE),
+        (torch.ones(2, 7, S * D).double(), Reason.DTYPE),
+    ):
+        assert hf_engram_gate.decide_call(layer, x).decision.reason is reason
+
+
+def test_widths_that_are_no_multiple_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "WIDTH_MULTIPLE", 32)
+    layer = tiny_layer()
+    choose.forget()
+    check(lambda: infer(layer), ORIGINAL, Reason.ALIGNMENT)
+    choose.forget()
+
+
+def in_context(context: Callable[[], Any]) -> Callable[[nn.Module], list[Tensor]]:
+    def run(layer: nn.Module) -> list[Tensor]:
+        with context():
+            return infer(layer)
+
+    return run
+
+
+def vmapped(layer: nn.Module) -> list[Tensor]:
+    x, ids = call()
+    return [torch.func.vmap(lambda t: layer(t, ids, None))(x.detach()[None])]
+
+
+def with_global_hook(layer: nn.Module) -> list[Tensor]:
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        return infer(layer)
+    finally:
+        handle.remove()
+
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def old_keyword(layer: nn.Module) -> list[Tensor]:
+    x, ids = call()
+    with pytest.warns(FutureWarning, match="past_key_values"):
+        return [layer(x, ids, past_key_values=None).detach()]
+
+
+class OfOneInput(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.ids = nn.Buffer(call()[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, self.ids, None)
+
+
+def traced(layer: nn.Module) -> list[Tensor]:
+    x = call()[0].detach()
+    return [torch.jit.trace(OfOneInput(layer), x, check_trace=False)(x).detach()]
+
+
+KINDS_OF_CALL = {
+    Reason.FUNCTORCH: vmapped,
+    Reason.FORWARD_AD: in_context(forward_ad.dual_level),
+    Reason.DISPATCH_MODE: in_context(Mode),
+    Reason.AUTOCAST: in_context(lambda: torch.autocast("cpu", torch.bfloat16)),
+    Reason.GLOBAL_HOOKS: with_global_hook,
+    Reason.DISABLED: in_context(fusepatch.disabled),
+    Reason.STRUCTURE: old_keyword,
+    Reason.EXPORTING: traced,
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("reason", KINDS_OF_CALL, ids=lambda reason: reason.value)
+def test_kinds_of_call(reason: Reason) -> None:
+    layer = tiny_layer()
+    check(lambda: KINDS_OF_CALL[reason](layer), ORIGINAL, reason)
+
+
+def test_compiling() -> None:
+    layer, (x, ids) = tiny_layer(), call()
+    fusepatch.accelerate("engram_gate")
+    torch.compile(layer, backend="eager")(x, ids, None)
+    assert "compiling 1" in str(fusepatch.status())
+    torch._dynamo.reset()
+
+
+def test_other_models_and_restored() -> None:
+    layer, other = tiny_layer(), tiny_layer()
+    fusepatch.accelerate("engram_gate", model=other)
+    infer(layer)
+    assert counted() == {("original", "other-model"): 1}
+    kept = vars(Layer)["forward"]
+    fusepatch.restore()
+    x, ids = call()
+    assert torch.equal(kept(layer, x, ids, None), layer(x, ids, None))
+
+
+# ------------------------------------------------------------------------------------ declines: which kernels there are
+
+
+def test_on_a_cpu_nothing_native_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tiny_layer()
+    for backend in ("auto", "triton"):
+        monkeypatch.setenv("FUSEPATCH_ENGRAM_GATE_BACKEND", backend)
+        check(lambda: infer(layer), ORIGINAL, Reason.CPU)
+        fusepatch.restore()
+
+
+def test_route_bound_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tiny_layer()
+    fusepatch.accelerate("engram_gate", strict=True)
+    infer(layer)
+    hook(layer)
+    with pytest.raises(DeclinedError, match="hooks"):
+        infer(layer)
+    fusepatch.restore()
+    monkeypatch.setenv("FUSEPATCH_ENGRAM_GATE_ROUTE", "original")
+    check(lambda: infer(tiny_layer()), ORIGINAL, Reason.ROUTE_BOUND)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Asks for the route on a GPU that is not there."""
+    monkeypatch.delenv("FUSEPATCH_ENGRAM_GATE_BACKEND")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(choose, "_missing", lambda backend: ())
+
+    def ask(capability=(9, 0), outcome=selfcheck.Outcome.PASSED, dtype=torch.bfloat16, named=False, **more: Any) -> Any:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(selfcheck, "verdict", lambda *args: selfcheck.Verdict(outcome))
+        for name, value in more.items():
+            monkeypatch.setattr(choose, name, value)
+        if named:
+            monkeypatch.setenv("FUSEPATCH_ENGRAM_GATE_BACKEND", "triton")
+        fusepatch.settings.install(None)
+        choose.forget()
+        problem = choose.Problem(torch.device("cuda", 0), dtype, torch.float32, 4, 2048, False, "sign", False)
+        return choose.choose(problem, 4096)
+
+    yield ask
+    choose.forget()
+
+
+def test_nothing_is_admitted_until_it_is_measured(on_a_gpu: Callable[..., Any]) -> None:
+    assert on_a_gpu() is Reason.SIZE_NOT_ADMITTED
+    assert on_a_gpu(named=True).name == "triton"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+def test_architectures(on_a_gpu: Callable[..., Any], capability: tuple[int, int]) -> None:
+    assert on_a_gpu(capability, named=True).name == "triton"
+
+
+def test_why_the_kernels_do_not_serve(on_a_gpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_a_gpu((7, 5), named=True) is Reason.ARCHITECTURE
+    assert on_a_gpu(dtype=torch.float64, named=True) is Reason.DTYPE
+    assert on_a_gpu(outcome=selfcheck.Outcome.FAILED, named=True) is Reason.SELFCHECK_FAILED
+    assert on_a_gpu(outcome=selfcheck.Outcome.INCONCLUSIVE, named=True) is Reason.SELFCHECK_INCONCLUSIVE
+    assert on_a_gpu(_missing=lambda backend: ("triton",), named=True) is Reason.MISSING_PACKAGE
+    monkeypatch.setattr(choose, "_missing", lambda backend: ())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert on_a_gpu(named=True) is Reason.CAPTURE_COLD
+
+
+def test_a_direct_call_of_the_op_never_declines(on_a_gpu: Callable[..., Any]) -> None:
+    on_a_gpu((7, 5))
+    problem = choose.Problem(torch.device("cuda", 0), torch.bfloat16, torch.float32, 4, 2048, False, "sign", False)
+    assert choose.for_op(problem, 9) is choose.REFERENCE
+
+
+def test_decide_from_what_is_assumed() -> None:
+    layer, forward = tiny_layer(), vars(Layer)["forward"]
+    decide = lambda **assumed: hf_engram_gate.decide(layer, forward, Assumed(**{"tokens": 64, **assumed}))
+    assert decide().route is POINTWISE
+    assert decide(tokens=0).reason is Reason.ZERO_TOKENS
+    assert decide(device=torch.device("meta")).reason is Reason.DEVICE
+    assert decide(dtype=torch.float64).reason is Reason.DTYPE
+    assert hf_engram_gate.decide(layer, lambda self: 1, Assumed(64)).reason is Reason.FORWARD_DIFFERS
+    assert hf_engram_gate.warm(layer, lambda self: 1, 64).reason is Reason.FORWARD_DIFFERS
+    assert layer.norm_key.eps > op.SMALLEST_EPS
