@@ -56,7 +56,9 @@ def parity(
     """
     names = catalogue.check_ops(ops)
     _check(build_or_model, batch, loss, native_calls, seed)
-    settings.read()  # raises now, and not after the first arm
+    environment = settings.read()  # raises now, and not after the first arm
+    if ops is None:
+        names = tuple(name for name in names if environment.considers(name))
     source = Source(build_or_model, seed)
     options = Options(batch, loss, seed, gradients, poison)
     found = _Found(native_asked=native_calls)
