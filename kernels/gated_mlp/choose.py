@@ -99,9 +99,9 @@ _FUSED_WINS: dict[tuple[int, int], int] = {
 }
 """(hidden, inner) to the fewest tokens at which the Hopper kernels won, forward and forward + backward.
 
-H200, bf16, SiLU, the op over HF eager: forward 0.67 to 0.98, forward + backward 0.79 to 0.99; docs/performance.md has
-the figures. With fewer tokens it lost (by up to 1.21, where the host bounds both), won by less than it varies, or was
-not tried. The forward pass alone won from 512 tokens on, but grad mode must not pick the route.
+H200, bf16, SiLU, the op against HF eager, by a throw-away script: to be measured again by `python -m benchmarks
+gated_mlp` before `named_only` goes. With fewer tokens it lost (where the host bounds both), won by less than it varies,
+or was not tried. The forward pass alone won with fewer too, but grad mode must not pick the route.
 """
 _ALSO_WINS = {(torch.bfloat16, "gelu_tanh"), (torch.float16, "silu")}
 """Measured at 8192 tokens (16384 with H 1024) of `_ALSO_AT` alone."""

@@ -281,7 +281,7 @@ def gradients(
 
 
 def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`total + a @ b`, into `total`: 6 % off dx at H 1024 (docs/performance.md). FLOP counters know only the other."""
+    """`total + a @ b`, into `total` (docs/performance.md). FLOP counters know only the other."""
     return torch.addmm(total, a, b) if _dispatch_stack() else total.addmm_(a, b)
 
 
