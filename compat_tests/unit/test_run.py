@@ -238,16 +238,17 @@ def test_a_child_starts_though_it_cannot_be_accelerated(tmp_path: Path) -> None:
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
+    # No tensor goes through a collective: gloo's thread may drop it while Python shuts down, which ends the process
+    # with SIGABRT (torch 2.13, without fusepatch too: 8 of 36 launches on a loaded machine).
     body = """
         import sys
-        import torch
+        from pathlib import Path
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
-        native = torch.tensor([train()])
-        dist.all_reduce(native)
-        if dist.get_rank() == 0:
-            print(dist.get_world_size(), native.item(), sys.argv[1:])
+        said = f"{dist.get_world_size()} {train()} {sys.argv[1:]}"
+        Path(f"rank{dist.get_rank()}").write_text(said)
+        dist.barrier()
         dist.destroy_process_group()
     """
     write(tmp_path / "train.py", TRAIN + textwrap.dedent(body))
@@ -256,7 +257,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         tmp_path, *launch, "--rdzv-endpoint", "localhost:0", "-m", "fusepatch", "run", "train.py", "--lr", "1"
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "2 2 ['--lr', '1']\n"
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["2 1 ['--lr', '1']"] * 2
     assert done.stderr.count("fusepatch: gated_mlp/transformers") == 1  # rank 0 alone reports
 
 
