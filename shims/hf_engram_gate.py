@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from .. import fingerprint, guard
 from ..catalogue import Assumed
 from ..decline import Decision, Reason, Route, decision, original
-from ..kernels.engram_gate.choose import Backend, Problem, choose
+from ..kernels.backends import Backend
+from ..kernels.engram_gate.choose import Problem, choose
 from ..kernels.engram_gate.op import SMALLEST_EPS, Call, engram_gate_weight, run_engram_gate
 from ..kernels.engram_gate.reference import wide_dtype
 from ..ledger import Record, count, count_error, count_trace

@@ -53,8 +53,7 @@ def _forward_of_activation(kind: type) -> str | None:
 @constant
 def _serving(
     device: str, index: int | None, dtype: torch.dtype, hidden: int, inner: int, activation: str
-) -> tuple[str, int] | None:
-    """(backend, the fewest tokens that it is admitted for), if one serves."""
+) -> str | None:
     from ..kernels.gated_mlp import library  # makes the operators
 
     where = torch.device(device) if index is None else torch.device(device, index)
@@ -86,9 +85,8 @@ def run(layout: Layout, module: Any, x: Any, switch: Switch) -> Tensor | None:
         return None
     if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype:
         return None
-    found = _serving(x.device.type, x.device.index, x.dtype, hidden, inner, activation)
-    tokens = x.shape[:-1].numel()
-    if found is None or tokens < found[1]:
+    backend = _serving(x.device.type, x.device.index, x.dtype, hidden, inner, activation)
+    if backend is None or x.shape[:-1].numel() == 0:
         return None
     weights = gate.weight, None if up is None else up.weight, down.weight, down.bias
     save = torch.is_grad_enabled() and (
@@ -98,7 +96,7 @@ def run(layout: Layout, module: Any, x: Any, switch: Switch) -> Tensor | None:
         or (up is not None and up.weight.requires_grad)
         or (down.bias is not None and down.bias.requires_grad)
     )
-    out_MH, _ = torch.ops.fusepatch.gated_mlp(x.reshape(-1, hidden), *weights, activation, save, found[0])
+    out_MH, _ = torch.ops.fusepatch.gated_mlp(x.reshape(-1, hidden), *weights, activation, save, backend)
     out: Tensor = out_MH.view(*x.shape[:-1], hidden)
     return out
 

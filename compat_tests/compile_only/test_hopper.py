@@ -19,6 +19,7 @@ import torch
 
 from fusepatch import selfcheck
 from fusepatch.decline import Reason, Route
+from fusepatch.kernels import backends
 from fusepatch.kernels.gated_mlp import check, choose, hopper, op, reference
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -190,7 +191,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], list[str]
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(selfcheck, "verdict", verdict)
         monkeypatch.setattr(choose, "BACKENDS", (_hopper(), choose.REFERENCE))
-        monkeypatch.setattr(choose, "_missing", lambda backend: ())
+        monkeypatch.setattr(backends, "missing", lambda backend: ())
         choose.forget()
         return asked
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusepatch
 from fusepatch import ops, selfcheck
+from fusepatch.kernels import backends
 from fusepatch.kernels.gated_mlp import check, choose, hopper, op
 from support import is_within_parity, relative_error, tiny_llama_mlp
 
@@ -25,7 +26,7 @@ def _why_not() -> str:
         return "FUSEPATCH_GATED_MLP_BACKEND can't name the hopper backend"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(CUDA) != (9, 0):
         return "no Hopper GPU"
-    missing = choose._missing(HOPPER)
+    missing = backends.missing(HOPPER)
     return f"not importable: {', '.join(missing)}" if missing else ""
 
 

@@ -11,6 +11,7 @@ import torch
 
 from fusepatch import arch, selfcheck, settings
 from fusepatch.decline import Reason, Route
+from fusepatch.kernels import backends
 from fusepatch.kernels.gated_mlp import choose
 from fusepatch.kernels.gated_mlp.choose import Backend, Problem
 from fusepatch.selfcheck import Outcome, Verdict
@@ -71,7 +72,7 @@ def test_every_backend_has_what_its_routes_call(backend: Backend) -> None:
         pytest.importorskip(backend.packages[0])
     names = {FUSED: ("dual_gemm_act", "gemm_dact"), POINTWISE: ("act_mul", "act_mul_backward")}
     for route in backend.routes:
-        assert all(callable(getattr(choose.load(backend), name)) for name in names[route])
+        assert all(callable(getattr(backends.load(backend), name)) for name in names[route])
 
 
 @pytest.mark.parametrize("backend", [b for b in choose.BACKENDS if b.native], ids=lambda backend: backend.name)
@@ -261,10 +262,10 @@ def test_the_environment_is_not_read_by_a_call(monkeypatch: pytest.MonkeyPatch, 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, table: Callable[..., None]) -> None:
     table(NATIVE)
-    monkeypatch.setattr(choose, "_KNOWN_LIMIT", 5)
+    monkeypatch.setattr(backends, "KNOWN_LIMIT", 5)
     for inner in range(16, 200, 16):
         assert choose.choose(PLAIN._replace(inner=inner), 9) is NATIVE
-    assert len(choose._known) <= 5
+    assert len(choose._TABLE.known) <= 5
 
 
 def test_a_direct_call_of_the_op_never_declines(table: Callable[..., None]) -> None:

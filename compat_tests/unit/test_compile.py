@@ -258,7 +258,7 @@ def test_a_native_backend_that_is_not_named_is_not_admitted(monkeypatch: pytest.
     assert library.serving(problem) is None
     monkeypatch.setenv("FUSEPATCH_GATED_MLP_BACKEND", "triton")
     settings.install(settings.read())
-    assert library.serving(problem) == ("quick", 1)
+    assert library.serving(problem) == "quick"
 
 
 def test_an_operator_given_what_its_kernel_can_not_read_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

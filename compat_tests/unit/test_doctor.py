@@ -19,6 +19,7 @@ from fusepatch import cli, doctor, doctor_libraries, importhook, selfcheck, sett
 from fusepatch.decline import Reason
 from fusepatch.doctor import Diagnosis, Imported, Kernel
 from fusepatch.doctor_libraries import Finding, Library
+from fusepatch.kernels import backends
 from fusepatch.kernels.gated_mlp import choose
 from fusepatch.selfcheck import Outcome, Verdict
 
@@ -56,7 +57,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, no_child: None) -> Callable[..., None]
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[index(device)])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {capabilities[index(device)]}")
-        monkeypatch.setattr(choose, "_missing", lambda backend: ())
+        monkeypatch.setattr(backends, "missing", lambda backend: ())
 
     return put
 
@@ -573,7 +574,7 @@ def test_a_package_that_is_missing(
     gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch, cuda: str | None, extra: str
 ) -> None:
     gpus((9, 0))
-    monkeypatch.setattr(choose, "_missing", lambda backend: backend.packages)
+    monkeypatch.setattr(backends, "missing", lambda backend: backend.packages)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     row = kernel(doctor.examine(), "triton")
     assert (row.serves, row.reason) == ("no", "missing-package")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusepatch import ops, selfcheck
+from fusepatch.kernels import backends
 from fusepatch.kernels.engram_gate import choose, reference
 from fusepatch.ops import EngramGatePlan
 
@@ -127,7 +128,7 @@ def test_a_plan_for_a_gpu_needs_none() -> None:
 def test_what_no_kernel_serves_is_refused_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(choose, "_missing", lambda backend: ())
+    monkeypatch.setattr(backends, "missing", lambda backend: ())
     choose.forget()
     plan = EngramGatePlan(**{**SIZE, "device": "cuda:0"})
     with pytest.raises(RuntimeError, match="no kernel serves this plan, because architecture"):
@@ -140,7 +141,7 @@ def test_what_no_kernel_serves_is_refused_when_compiled(monkeypatch: pytest.Monk
 def test_a_failed_self_check_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(choose, "_missing", lambda backend: ())
+    monkeypatch.setattr(backends, "missing", lambda backend: ())
     monkeypatch.setattr(selfcheck, "verdict", lambda *a: selfcheck.Verdict(selfcheck.Outcome.FAILED, "wrong"))
     choose.forget()
     with pytest.raises(RuntimeError, match="selfcheck-failed"):

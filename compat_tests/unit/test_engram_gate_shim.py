@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import fusepatch
 from fusepatch import selfcheck
 from fusepatch.catalogue import Assumed
 from fusepatch.decline import DeclinedError, Reason, Route
+from fusepatch.kernels import backends
 from fusepatch.kernels.engram_gate import choose, op
 from fusepatch.shims import hf_engram_gate
 from support import grads_of, is_within_parity, relative_error
@@ -386,7 +388,8 @@ def test_the_input() -> None:
 
 
 def test_widths_that_are_no_multiple_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "WIDTH_MULTIPLE", 32)
+    picky = dataclasses.replace(choose.REFERENCE, width_multiple=32)
+    monkeypatch.setattr(choose, "BACKENDS", (picky,))
     layer = tiny_layer()
     choose.forget()
     check(lambda: infer(layer), ORIGINAL, Reason.ALIGNMENT)
@@ -506,7 +509,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Asks for the route on a GPU that is not there."""
     monkeypatch.delenv("FUSEPATCH_ENGRAM_GATE_BACKEND")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(choose, "_missing", lambda backend: ())
+    monkeypatch.setattr(backends, "missing", lambda backend: ())
 
     def ask(capability=(9, 0), outcome=selfcheck.Outcome.PASSED, dtype=torch.bfloat16, named=False, **more: Any) -> Any:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -539,8 +542,9 @@ def test_why_the_kernels_do_not_serve(on_a_gpu: Callable[..., Any], monkeypatch:
     assert on_a_gpu(dtype=torch.float64, named=True) is Reason.DTYPE
     assert on_a_gpu(outcome=selfcheck.Outcome.FAILED, named=True) is Reason.SELFCHECK_FAILED
     assert on_a_gpu(outcome=selfcheck.Outcome.INCONCLUSIVE, named=True) is Reason.SELFCHECK_INCONCLUSIVE
-    assert on_a_gpu(_missing=lambda backend: ("triton",), named=True) is Reason.MISSING_PACKAGE
-    monkeypatch.setattr(choose, "_missing", lambda backend: ())
+    monkeypatch.setattr(backends, "missing", lambda backend: ("triton",))
+    assert on_a_gpu(named=True) is Reason.MISSING_PACKAGE
+    monkeypatch.setattr(backends, "missing", lambda backend: ())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert on_a_gpu(named=True) is Reason.CAPTURE_COLD
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends import Backend
 from . import choose, op
 
 
@@ -44,7 +45,7 @@ def run(case: str, device: torch.device, steps: Any) -> list[str]:
     return [difference for shape in _SHAPES for difference in _compare(backend, device, dtype, shape, steps)]
 
 
-def _compare(backend: choose.Backend, device: torch.device, dtype: torch.dtype, shape: Shape, steps: Any) -> list[str]:
+def _compare(backend: Backend, device: torch.device, dtype: torch.dtype, shape: Shape, steps: Any) -> list[str]:
     steps.reference()
     inputs, mask, grad_out = _inputs(shape, device, dtype)
     exact = _results(choose.REFERENCE, [t.double() for t in inputs], mask, grad_out.double(), shape)
@@ -90,7 +91,7 @@ def _inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[lis
 
 
 def _results(
-    backend: choose.Backend,
+    backend: Backend,
     inputs: list[Tensor],
     mask: Tensor | None,
     grad_out: Tensor,

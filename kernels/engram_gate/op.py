@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..autograd import differentiable_once, tie
-from .choose import WIDTH_MULTIPLE, Backend, Problem, for_op, load
+from ..backends import Backend, load
+from .choose import WIDTH_MULTIPLE, Problem, for_op
 from .reference import ZERO_DOTS, wide_dtype
 
 # ---------------------------------------------------------------------------------------------------- public ops

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ...decline import Reason
+from .. import backends
 from . import choose, op, reference
 
 _ALIGNMENT = 16
@@ -83,7 +84,7 @@ class EngramGatePlan:
         """
         if self._compiled:
             return
-        backend: choose.Backend | Reason = choose.REFERENCE
+        backend: backends.Backend | Reason = choose.REFERENCE
         if self._device.type == "cuda":
             problem = choose.Problem(
                 self._device, self.dtype, self.weight_dtype, self.streams, self.width, self.residual, self.zero_dot,
@@ -92,7 +93,7 @@ class EngramGatePlan:
             backend = choose.choose(problem, self.tokens, any_size=True)
         if isinstance(backend, Reason):
             raise RuntimeError(f"no kernel serves this plan, because {backend.value}: {backend.meaning}")
-        kernels = choose.load(backend)
+        kernels = backends.load(backend)
         if backend.native:
             kernels.compile_for(
                 self._device, self.tokens, self.dtype, self.weight_dtype, self.streams, self.width, self.residual,

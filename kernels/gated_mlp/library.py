@@ -22,7 +22,8 @@ from torch.utils.flop_counter import register_flop_formula
 from ... import settings
 from ...decline import Reason
 from ..autograd import without_autocast
-from .choose import BACKENDS, OP, REFERENCE, Backend, Problem, choose, load
+from ..backends import MOST_TOKENS, load
+from .choose import BACKENDS, OP, REFERENCE, Backend, Problem, choose
 from .op import gradients, rows
 
 
@@ -89,18 +90,15 @@ def _serving_these(backend: str, *tensors: Tensor | None) -> Any:
     return load(found)
 
 
-_MOST_TOKENS = 2**40
-
-
-def serving(problem: Problem) -> tuple[str, int] | None:
-    """The backend that serves a compiled call of `problem`, and the fewest tokens that it is admitted for.
+def serving(problem: Problem) -> str | None:
+    """The backend that serves a compiled call of `problem`, whatever its number of tokens.
 
     A native one only where it is named: none has been measured against compiled code.
     """
-    backend = choose(problem, _MOST_TOKENS)
+    backend = choose(problem, MOST_TOKENS)
     if isinstance(backend, Reason) or (backend.native and settings.current().ops[OP].backend == "auto"):
         return None
-    return backend.name, 1
+    return backend.name
 
 
 # --------------------------------------------------------------------------------------------------- the operators

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from ...decline import Route
 from ..autograd import differentiable_once, tie
-from .choose import ACTIVATIONS, Backend, Problem, for_op, load
+from ..backends import load
+from .choose import ACTIVATIONS, Backend, Problem, for_op
 
 # ---------------------------------------------------------------------------------------------------- public ops
 
