@@ -116,6 +116,8 @@ class Kernel:
     reason: str | None
     fix: str | None
     checks: tuple[CheckResult, ...]
+    drift: tuple[str, ...] = ()
+    """Where an installed package is not what the backend was written against."""
 
 
 @dataclass(frozen=True)
@@ -462,7 +464,7 @@ def _cuda_versions(it: _Examination, torch: Any, libraries: Sequence[Library]) -
     number = it.attempt("the version of cuDNN", cudnn, None)
     cudnn_version = None if number is None else doctor_libraries.dotted(number)
     runtime = next((each.reported for each in libraries if each.name == "libcudart" and each.reported), "")
-    driver = it.attempt("the version of the driver", selfcheck._driver, "unknown")
+    driver = it.attempt("the version of the driver", selfcheck.driver, "unknown")
     supports = doctor_libraries.driver_supports()
     return (
         Version("cuDNN", cudnn_version, "" if cudnn_version else "torch has none"),
@@ -574,6 +576,7 @@ def _kernel(
         reason=None if reason is None else reason.value,
         fix=_fix(op, standing, serves, reason, cuda),
         checks=checks,
+        drift=standing.drift,
     )
 
 
@@ -629,6 +632,12 @@ def _fix(op: str, standing: Standing, serves: str, reason: Reason | None, cuda: 
 
 def _judge_checks(it: _Examination, kernels: Sequence[Kernel]) -> None:
     for kernel in kernels:
+        for what in kernel.drift:
+            it.add(
+                WARNING,
+                f"the backend {kernel.backend} is off: {what}",
+                "install the release that it was written against",
+            )
         for check in kernel.checks:
             if check.outcome in ("failed", "inconclusive"):
                 failed = check.outcome == "failed"

@@ -1,9 +1,9 @@
 """Before a native kernel is first used on a kind of GPU it is compared with the reference there, in a child process.
 
-A leaf, besides settings and reasons: kernels ask for a verdict here. A child, because a hang or an illegal access must
-not take training down; started with `python -m`, because multiprocessing would run the user's script again. What it
-finds is remembered on disk per kind of GPU, driver, versions and kernel sources, so it runs once per node however many
-ranks start: the others wait for the first.
+A leaf, besides settings, reasons and disk.py: kernels ask for a verdict here. A child, because a hang or an illegal
+access must not take training down; started with `python -m`, because multiprocessing would run the user's script again.
+What it finds is remembered on disk per kind of GPU, driver, versions and kernel sources, so it runs once per node
+however many ranks start: the others wait for the first.
 
     passed         the kernel may serve
     failed         it is off, warned about once, and remembered
@@ -23,15 +23,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
 import torch
 
-from . import settings
+from . import disk, settings
 from .decline import Reason, Route
 
 log = logging.getLogger("fusepatch")
@@ -92,6 +91,8 @@ class Standing:
     missing: tuple[str, ...]
     """The packages it needs and does not find."""
     checks: tuple[Check, ...]
+    drift: tuple[str, ...] = ()
+    """Where an installed package is not what the backend was written against."""
 
 
 _verdicts: dict[tuple[Check, str], Verdict] = {}
@@ -131,7 +132,7 @@ def renew(check: Check, devices: Sequence[torch.device]) -> tuple[Verdict, ...]:
     """
     key = identity(check, device_kind(devices[0]))
     path = _place(key)
-    with _one_per_node(path.with_suffix(".lock")):
+    with disk.one_process(path.with_suffix(".lock"), WAIT_LIMIT_S):
         found = tuple(run(check, device) for device in devices)
         by_weight = (Outcome.FAILED, Outcome.INCONCLUSIVE, Outcome.PASSED)
         worst = min(found, key=lambda each: by_weight.index(each.outcome))
@@ -157,24 +158,26 @@ def identity(check: Check, kind: str) -> dict[str, str]:
     return {
         "check": str(check),
         "device": kind,
-        "driver": _driver(),
+        "driver": driver(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
-        "triton": _version("triton"),
-        "cutlass": _version("nvidia-cutlass-dsl"),
-        "cudnn": _version("nvidia-cudnn-frontend"),
+        "triton": version("triton"),
+        "cutlass": version("nvidia-cutlass-dsl"),
+        "cudnn": version("nvidia-cudnn-frontend"),
         "sources": sources_hash(),
     }
 
 
-def _driver() -> str:
+def driver() -> str:
+    """The version of the NVIDIA driver, or `unknown`."""
     try:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
         return "unknown"
 
 
-def _version(distribution: str) -> str:
+def version(distribution: str) -> str:
+    """The version of an installed distribution, or `-`."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -204,7 +207,7 @@ def _remembered_or_run(check: Check, device: torch.device, kind: str) -> Verdict
     path = _place(key)
     found = _read(path)
     if found is None:
-        with _one_per_node(path.with_suffix(".lock")) as first:
+        with disk.one_process(path.with_suffix(".lock"), WAIT_LIMIT_S) as first:
             found = _read(path)  # another rank may have written it while we waited
             if found is None and not first:
                 found = Verdict(
@@ -235,35 +238,7 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _write(path: Path, found: Verdict, key: dict[str, str]) -> None:
-    half = path.with_suffix(f".{os.getpid()}.half")
-    with contextlib.suppress(OSError):  # a full or read-only disk costs another check, and nothing else
-        half.write_text(json.dumps({"outcome": found.outcome.value, "what": found.what, **key}, indent=1))
-        half.replace(path)
-
-
-@contextlib.contextmanager
-def _one_per_node(path: Path) -> Iterator[bool]:
-    """Holds the file's lock; yields whether it was had in time. Where no file can be made, everyone is the first."""
-    try:
-        import fcntl
-
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = path.open("w")
-    except (ImportError, OSError):
-        yield True
-        return
-    with file:
-        deadline = time.monotonic() + WAIT_LIMIT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    yield False
-                    return
-                time.sleep(0.2)
-        yield True
+    disk.write_whole(path, json.dumps({"outcome": found.outcome.value, "what": found.what, **key}, indent=1).encode())
 
 
 # ------------------------------------------------------------------------------------------------------ the child

@@ -20,6 +20,7 @@ import torch
 from fusepatch import selfcheck
 from fusepatch.decline import Reason, Route
 from fusepatch.kernels import backends
+from fusepatch.kernels.cute import artefacts, compiling
 from fusepatch.kernels.gated_mlp import check, choose, hopper, op, reference
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -130,29 +131,24 @@ def test_the_self_check_has_a_shape_for_each_way_of_cutting_the_work_up() -> Non
     assert {hopper.size_of(*shape) for shape in check._FUSED_SHAPES} == set(hopper.Size)
 
 
-@needs_the_dsl
 def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusepatch.kernels.cute import compiling
-
     made = []
     monkeypatch.setattr(compiling, "_compiled", {})
+    monkeypatch.setattr(artefacts, "place", lambda key: None)  # test_artefacts.py has what happens on disk
 
     def build(configuration: str, options: str) -> object:
         made.append((configuration, options))
         return lambda: configuration
 
-    first = compiling.compiled("a", build)
-    assert compiling.compiled("a", build) is first
+    first = compiling.compiled("a", build, "sm_90a")
+    assert compiling.compiled("a", build, "sm_90a") is first
     assert compiling.is_compiled("a")
     assert not compiling.is_compiled("b")
-    assert compiling.compiled("b", build)() == "b"
-    assert made == [("a", "--enable-tvm-ffi"), ("b", "--enable-tvm-ffi")]
+    assert compiling.compiled("b", build, "sm_90a")() == "b"
+    assert made == [(each, "--enable-tvm-ffi --gpu-arch sm_90a") for each in "ab"]
 
 
-@needs_the_dsl
 def test_capture_waits_for_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusepatch.kernels.cute import compiling
-
     needed = hopper.configurations(torch.bfloat16, "silu", hopper.Size.SHALLOW)
     assert len(set(needed)) == 4
     for missing in needed:

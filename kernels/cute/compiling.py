@@ -1,4 +1,4 @@
-"""One compiled kernel per configuration, kept for the life of the process, and launched through tvm-ffi.
+"""One compiled kernel per configuration, kept for the life of the process and on disk, and launched through tvm-ffi.
 
 Kernels are compiled against fake tensors whose sizes and strides are symbols, so that one of them serves every M, H
 and I: a configuration is a dtype, an activation, what is written, and how the work is cut into tiles. A compiled
@@ -10,28 +10,54 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-Launch = Callable[..., Any]
+from ... import disk
+from . import artefacts
+from .artefacts import Launch
+
 Configuration = TypeVar("Configuration", bound=Hashable)
 
-OPTIONS = "--enable-tvm-ffi"
+WAIT_LIMIT_S = 60.0
+"""For another process that compiles the same kernel, which takes it 1 to 3 s; then each compiles for itself."""
 
 _compiled: dict[Hashable, Launch] = {}
 _lock = threading.Lock()
 
 
-def compiled(configuration: Configuration, build: Callable[[Configuration, str], Launch]) -> Launch:
-    """The kernel of a configuration; compiled by `build(configuration, options)` where this is the first call."""
+def compiled(configuration: Configuration, build: Callable[[Configuration, str], Launch], arch: str) -> Launch:
+    """The kernel of a configuration for `arch` (as `sm_90a`), from this process, from disk, or compiled now.
+
+    `build(configuration, options)` compiles it. `configuration` says by its repr all that the kernel is made from,
+    besides the sources.
+    """
     launch = _compiled.get(configuration)
     if launch is None:
         with _lock:  # autograd runs backward passes on threads of its own, and the DSL traces into a global
             launch = _compiled.get(configuration)
             if launch is None:
-                launch = _compiled[configuration] = build(configuration, OPTIONS)
+                options = f"--enable-tvm-ffi --gpu-arch {arch}"
+                launch = _compiled[configuration] = _loaded_or_built(configuration, build, options)
     return launch
 
 
 def is_compiled(configuration: Hashable) -> bool:
     """Whether `compiled` would return at once."""
     return configuration in _compiled
+
+
+def _loaded_or_built(
+    configuration: Configuration, build: Callable[[Configuration, str], Launch], options: str
+) -> Launch:
+    key = artefacts.key_of(configuration, options)
+    path = artefacts.place(key)
+    if path is None:
+        return build(configuration, options)
+    launch = artefacts.load(path, key)
+    if launch is None:
+        with disk.one_process(path.with_suffix(".lock"), WAIT_LIMIT_S):
+            launch = artefacts.load(path, key)  # another process may have compiled it while we waited
+            if launch is None:
+                launch = build(configuration, options)
+                artefacts.store(path, key, launch)
+    return launch

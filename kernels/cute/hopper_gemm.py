@@ -17,7 +17,6 @@ Tensors: [rows, K] and [columns, K], as the tensor cores see A and B; C is [rows
 # No `from __future__ import annotations`: the DSL reads the annotations of a struct as types.
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-untyped-call, no-any-return, misc"
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -26,14 +25,8 @@ import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Float16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-WIDTH_K = 64
-"""Columns of K per stage: 128 bytes, the widest swizzle."""
 THREADS = 384
 GROUP_THREADS = 128
-SHARED_LIMIT = 232448
-"""Bytes of shared memory that a block may ask for on SM90."""
-BARRIER_BYTES = 1536
-"""Set aside for barriers, constants, and the alignment of buffers to 1024 bytes."""
 
 TYPES = {"bfloat16": BFloat16, "float16": Float16}
 
@@ -44,25 +37,6 @@ EPILOGUE = 6
 
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 """TMA's cache hints for L2, as the hardware encodes them."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a kernel cuts its work up."""
-
-    rows: int
-    columns: int
-    """Rows of B in a stage; where B has two halves, of both together."""
-    stages: int
-    cluster: int
-    """CTAs that share B: 1 or 2."""
-    group: int
-    """Clusters along M that are worked on before the next columns: what they read of A and B stays in L2."""
-
-    @property
-    def stage_bytes(self) -> int:
-        """Of one stage of A and B."""
-        return (self.rows + self.columns) * WIDTH_K * 2
 
 
 # ----------------------------------------------------------------------------------------------------- scheduling

@@ -1,7 +1,7 @@
 """The fused route on Hopper (SM90): which kernel serves a call, and how it is launched.
 
-The kernels are those of hopper_forward.py and hopper_backward.py, which import the CuTe DSL; this module does so on the
-first call, so that its rules can be read and tested without.
+The kernels are those of hopper_forward.py and hopper_backward.py, which import the CuTe DSL; this module does so only
+where a kernel has to be compiled, since that import alone takes most of a first step's time.
 
 Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the gate in the first I columns.
 """
@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import functools
 import importlib
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..cute import compiling
+from .hopper_configuration import (
+    Backward,
+    Forward,
+    Size,
+    backward_configuration,
+    configurations,
+    forward_configuration,
+    size_of,
+)
+
 if TYPE_CHECKING:
-    from ..cute.compiling import Launch
+    from ..cute.artefacts import Launch
     from .choose import Problem
-
-_ENOUGH_TILES = 100
-"""Of the large kind, for the 132 multiprocessors of an H200. Large over small, measured: at H 1024, I 3072 forward 1.08
-with 64 tiles, 0.74 with 128; backward 1.42 and 1.12, then 0.86 with 256. At H 4096, I 14336 with M 256: 0.68 and 0.96;
-with M 128, where half of every cluster is empty, 1.33 and 1.65."""
-
 
 # ----------------------------------------------------------------------------------------------- the fused kernels
 
@@ -72,79 +76,8 @@ def gemm_dact(
 
 def is_compiled(problem: Problem, tokens: int) -> bool:
     """Whether every kernel that a call and its gradients may launch is there, so that CUDA-graph capture may start."""
-    compiling = importlib.import_module("fusepatch.kernels.cute.compiling")
     size = size_of(tokens, problem.hidden, problem.inner)
     return all(compiling.is_compiled(each) for each in configurations(problem.dtype, problem.activation, size))
-
-
-# ------------------------------------------------------------------------------------------------------------- rules
-
-
-class Size(Enum):
-    """What decides how the work is cut up."""
-
-    SMALL = "small"
-    """Little work: large tiles would leave multiprocessors idle, or lie mostly beyond M."""
-    SHALLOW = "shallow"
-    """A short K: the backward kernel is bound by what its epilogue moves."""
-    DEEP = "deep"
-
-
-def size_of(tokens: int, hidden: int, inner: int) -> Size:
-    """Large tiles have 128 rows, in clusters of 256 whatever M is, x 96 columns of h (192 of dh)."""
-    if tokens <= 128 or -(-tokens // 128) * -(-inner // 96) < _ENOUGH_TILES:
-        return Size.SMALL
-    return Size.SHALLOW if hidden < 2048 else Size.DEEP
-
-
-def forward_configuration(dtype: torch.dtype, activation: str, keep_gate_up: bool, size: Size) -> Any:
-    """The forward kernel of a call."""
-    forward, tile = importlib.import_module(f"{__package__}.hopper_forward"), _tile_type()
-    if size is Size.SMALL:
-        shape = tile(rows=64, columns=128, stages=8, cluster=1, group=8)
-    else:
-        # 128 x (96 + 96) was the fastest of five shapes at each of three sizes on an H200, the cluster of two gave 3 to
-        # 7 %; groups of 4, 8 and 16, and hints to L2, are within 2 % of each other and none is ahead everywhere.
-        shape = tile(rows=128, columns=192, stages=5, cluster=2, group=8)
-    return forward.Forward(_name(dtype), activation, keep_gate_up, shape)
-
-
-def backward_configuration(dtype: torch.dtype, activation: str, want_h: bool, size: Size) -> Any:
-    """The backward kernel of a call."""
-    backward, tile = importlib.import_module(f"{__package__}.hopper_backward"), _tile_type()
-    slots, h_buffers = (3, 2) if want_h else (4, 0)
-    if size is Size.SMALL:
-        shape = tile(rows=64, columns=128, stages=6, cluster=1, group=8)
-    else:
-        shape = tile(rows=128, columns=192, stages=4, cluster=2, group=4)
-    # On an H200, over cuBLAS's GEMM alone: with H 1024, 1.12 so and 1.25 to 1.27 with a lag of 1, which frees slots
-    # later; with H 2048, 1.00 with the lag and 1.04 without; from H 4096 on all are within 3 %.
-    shallow = size is Size.SHALLOW
-    lag = 0 if shallow else 1
-    return backward.Backward(_name(dtype), activation, want_h, shape, slots, h_buffers, lag, keep_operands=shallow)
-
-
-def configurations(dtype: torch.dtype, activation: str, size: Size) -> tuple[Any, ...]:
-    """Every kernel that a call of this kind, or its gradients, may need."""
-    return tuple(
-        make(dtype, activation, flag, size)
-        for make in (forward_configuration, backward_configuration)
-        for flag in (False, True)
-    )
-
-
-def build(configuration: Any, options: str) -> Launch:
-    """Compiles a configuration of either kernel."""
-    launch: Launch = importlib.import_module(type(configuration).__module__).build(configuration, options)
-    return launch
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _tile_type() -> Any:
-    return importlib.import_module("fusepatch.kernels.cute.hopper_gemm").Tile
 
 
 # --------------------------------------------------------------------------------------------------------- launching
@@ -160,10 +93,14 @@ def _backward(dtype: torch.dtype, activation: str, want_h: bool, size: Size) -> 
     return _compiled(backward_configuration(dtype, activation, want_h, size))
 
 
-def _compiled(configuration: Any) -> Launch:
-    compiling = importlib.import_module("fusepatch.kernels.cute.compiling")
-    launch: Launch = compiling.compiled(configuration, build)
-    return launch
+def _compiled(configuration: Forward | Backward) -> Launch:
+    return compiling.compiled(configuration, build, "sm_90a")
+
+
+def build(configuration: Forward | Backward, options: str) -> Any:
+    """Compiles a configuration of either kernel."""
+    kernel = "hopper_forward" if isinstance(configuration, Forward) else "hopper_backward"
+    return importlib.import_module(f"{__package__}.{kernel}").build(configuration, options)
 
 
 @functools.cache

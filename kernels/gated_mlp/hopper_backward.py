@@ -18,7 +18,6 @@ Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the g
 # No `from __future__ import annotations`: the DSL reads the annotations of a struct as types.
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-untyped-call, no-any-return, misc"
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -32,51 +31,11 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_ini
 
 from ..cute import hopper_gemm as gemm
 from ..cute.activations import MINUS_LOG2E, activate_and_slope, round_to
-from ..cute.hopper_gemm import Tile
+from ..cute.hopper_tile import WIDTH_K
+from .hopper_configuration import CHUNK, CHUNK_BYTES, Backward
 
-_CHUNK = 64
-_CHUNK_BYTES = 64 * _CHUNK * 2
-_STRIPS = _CHUNK // 16
+_STRIPS = CHUNK // 16
 """A chunk is computed 16 columns at a time: 8 values per thread, which is all that registers have room for."""
-
-
-@dataclass(frozen=True)
-class Backward:
-    """One compiled kernel."""
-
-    dtype: str
-    activation: str
-    want_h: bool
-    tile: Tile
-    slots: int
-    """Of gate and up, which become d_gate and d_up."""
-    h_buffers: int
-    """At most as many as slots; 0 where h is not wanted."""
-    lag: int = 0
-    """Chunks whose stores may still be reading shared memory when the next one's are issued: 0 or 1."""
-    keep_operands: bool = False
-    """Whether L2 is asked to keep dout and Wd before all else."""
-
-    def __post_init__(self) -> None:
-        tile = self.tile
-        assert tile.rows % 64 == 0 and tile.columns % 64 == 0 and 64 <= tile.columns <= 256 and tile.cluster in (1, 2)
-        assert self.slots >= 2 and (2 <= self.h_buffers <= self.slots if self.want_h else self.h_buffers == 0), self
-        assert self.shared_bytes <= gemm.SHARED_LIMIT, self
-
-    @property
-    def chunks(self) -> int:
-        """Of a tile."""
-        return self.tile.rows // 64 * (self.tile.columns // _CHUNK)
-
-    @property
-    def buffers(self) -> int:
-        """Of one chunk of one tensor: 2 * slot and 2 * slot + 1 for gate and up, then those of h."""
-        return 2 * self.slots + self.h_buffers
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block, at most."""
-        return self.tile.stages * self.tile.stage_bytes + self.buffers * _CHUNK_BYTES + gemm.BARRIER_BYTES
 
 
 def build(configuration: Backward, options: str) -> Any:
@@ -104,14 +63,14 @@ class _Kernel:
 
     def layouts(self) -> tuple[Any, Any, Any]:
         """Of the stages of dout, of those of Wd, and of the chunks of the epilogue."""
-        tile, width = self.configuration.tile, gemm.WIDTH_K
+        tile, width = self.configuration.tile, WIDTH_K
         kinds = warpgroup.SmemLayoutAtomKind
         k_major = warpgroup.make_smem_layout_atom(kinds.K_SW128, self.dtype)
         mn_major = warpgroup.make_smem_layout_atom(kinds.MN_SW128, self.dtype)
         return (
             cute.tile_to_shape(k_major, (tile.rows, width, tile.stages), order=(0, 1, 2)),
             cute.tile_to_shape(mn_major, (tile.columns, width, tile.stages), order=(1, 0, 2)),
-            cute.tile_to_shape(k_major, (64, _CHUNK, self.configuration.buffers), order=(0, 1, 2)),
+            cute.tile_to_shape(k_major, (64, CHUNK, self.configuration.buffers), order=(0, 1, 2)),
         )
 
     def storage(self) -> Any:
@@ -142,7 +101,7 @@ class _Kernel:
         clusters: Int32,
         stream: CUstream,
     ) -> None:
-        tile, width = self.configuration.tile, gemm.WIDTH_K
+        tile, width = self.configuration.tile, WIDTH_K
         hidden, inner = w_down_HI.shape
         w_down_IH = cute.make_tensor(
             w_down_HI.iterator, cute.make_layout((inner, hidden), stride=(1, w_down_HI.stride[0]))
@@ -159,7 +118,7 @@ class _Kernel:
             layout = cute.make_layout((tokens, inner), stride=whole.stride)
             halves.append(cute.make_tensor(whole.iterator, layout))
             halves.append(cute.make_tensor(whole.iterator + inner, layout))
-        box = (64, _CHUNK)
+        box = (64, CHUNK)
         inputs = [gemm.load_atom(half, chunk_layout, box) for half in halves[:2]]
         outputs = halves[2:] + ([h_MI] if self.configuration.want_h else [])
         stores = [gemm.store_atom(output, chunk_layout, box) for output in outputs]
@@ -221,7 +180,7 @@ class _Kernel:
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(done + slot, 4)  # the warps of a group
         loads = gemm.ring(shared.barriers.data_ptr(), tile.stages, tile.stage_bytes, 4, tile.cluster)
-        ring = gemm.ring(shared.slot_barriers.data_ptr(), slots, 2 * _CHUNK_BYTES, 1, 1)
+        ring = gemm.ring(shared.slot_barriers.data_ptr(), slots, 2 * CHUNK_BYTES, 1, 1)
         freed = shared.slot_barriers.data_ptr() + slots
         pipeline_init_arrive(cluster_shape_mn=(tile.cluster, 1), is_relaxed=True)
         dout_layout, w_layout, chunk_layout = self.layouts()
@@ -256,7 +215,7 @@ class _Kernel:
         rank: Int32, first: Int32, step: Int32, m_tiles: Int32, n_tiles: Int32,
     ) -> None:  # fmt: skip
         """Warp 0: every tile's stages of dout and Wd, in order."""
-        tile, width = self.configuration.tile, gemm.WIDTH_K
+        tile, width = self.configuration.tile, WIDTH_K
         dout_to, dout_from = gemm.shares(atoms[0], tensors[0], dout_stages, (tile.rows, width), Int32(0), 1)
         w_to, w_from = gemm.shares(atoms[1], tensors[1], w_stages, (tile.columns, width), rank, tile.cluster)
         everyone = cutlass.Int16((1 << tile.cluster) - 1)
@@ -284,7 +243,7 @@ class _Kernel:
         rank: Int32, first: Int32, step: Int32, m_tiles: Int32, n_tiles: Int32,
     ) -> None:  # fmt: skip
         """Warp 1: gate and up of every tile's chunks, in order."""
-        parts = [gemm.boxes(atom, tensor, chunks, (64, _CHUNK)) for atom, tensor in zip(atoms, tensors, strict=True)]
+        parts = [gemm.boxes(atom, tensor, chunks, (64, CHUNK)) for atom, tensor in zip(atoms, tensors, strict=True)]
         once = gemm.hint(gemm.EVICT_FIRST)
         filling = make_pipeline_state(PipelineUserType.Producer, self.configuration.slots)
         number = first
@@ -308,7 +267,7 @@ class _Kernel:
     ) -> None:  # fmt: skip
         """Warp 2: every chunk's results, in order, and its slot back to warp 1."""
         slots, h_buffers, lag = self.configuration.slots, self.configuration.h_buffers, self.configuration.lag
-        parts = [gemm.boxes(atom, tensor, chunks, (64, _CHUNK)) for atom, tensor in zip(atoms, tensors, strict=True)]
+        parts = [gemm.boxes(atom, tensor, chunks, (64, CHUNK)) for atom, tensor in zip(atoms, tensors, strict=True)]
         once = gemm.hint(gemm.EVICT_FIRST)
         storing = make_pipeline_state(PipelineUserType.Consumer, slots)
         freeing = storing.clone()
@@ -348,11 +307,11 @@ class _Kernel:
         """Row and column of a tile's first chunk, in chunks."""
         tile = self.configuration.tile
         m, n = gemm.place_of(number, m_tiles, n_tiles, tile.group)
-        return (m * tile.cluster + rank) * (tile.rows // 64), n * (tile.columns // _CHUNK)
+        return (m * tile.cluster + rank) * (tile.rows // 64), n * (tile.columns // CHUNK)
 
     def chunk_at(self, row: Int32, column: Int32, chunk: Int32) -> tuple[Int32, Int32]:
         """Where a tile's chunk lies: along a row of chunks, then the next, as the accumulators do."""
-        across = self.configuration.tile.columns // _CHUNK
+        across = self.configuration.tile.columns // CHUNK
         return row + chunk // across, column + chunk % across
 
     @cute.jit
@@ -364,7 +323,7 @@ class _Kernel:
         """A consumer warp group: every second tile of this CTA."""
         tile, slots = self.configuration.tile, self.configuration.slots
         h_buffers, per_tile = self.configuration.h_buffers, self.configuration.chunks
-        across = tile.columns // _CHUNK
+        across = tile.columns // CHUNK
         slice_ = tiled_mma.get_slice(0)
         a_stages = tiled_mma.make_fragment_A(slice_.partition_A(dout_stages))
         b_stages = tiled_mma.make_fragment_B(slice_.partition_B(w_stages))
@@ -396,7 +355,7 @@ class _Kernel:
                         self.wait_until_freed(freed, chunks_before + chunk - h_buffers)
                     h_buffer = 2 * slots + (chunks_before + chunk) % h_buffers
                 for part in cutlass.range_constexpr(_STRIPS):
-                    at = chunk // across * (tile.columns // 2) + chunk % across * (_CHUNK // 2) + part * 8
+                    at = chunk // across * (tile.columns // 2) + chunk % across * (CHUNK // 2) + part * 8
                     self.strip(
                         [accumulators[at + value] for value in range(8)],
                         sources[(None, None, part, None)], targets[(None, None, part, None)],

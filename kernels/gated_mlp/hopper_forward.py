@@ -14,7 +14,6 @@ Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the g
 # No `from __future__ import annotations`: the DSL reads the annotations of a struct as types.
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-untyped-call, no-any-return, misc"
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -28,50 +27,8 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_ini
 
 from ..cute import hopper_gemm as gemm
 from ..cute.activations import MINUS_LOG2E, activate, round_to
-from ..cute.hopper_gemm import Tile
-
-_BUFFERS = 2
-"""Of the epilogue, per warp group."""
-
-
-@dataclass(frozen=True)
-class Forward:
-    """One compiled kernel."""
-
-    dtype: str
-    activation: str
-    keep_gate_up: bool
-    tile: Tile
-
-    def __post_init__(self) -> None:
-        tile = self.tile
-        assert tile.rows % 64 == 0 and tile.columns % 64 == 0 and 64 <= tile.columns <= 256 and tile.cluster in (1, 2)
-        assert self.shared_bytes <= gemm.SHARED_LIMIT, self
-
-    @property
-    def half(self) -> int:
-        """Columns of h in a tile."""
-        return self.tile.columns // 2
-
-    @property
-    def chunk(self) -> int:
-        """Columns of h that the epilogue stores at a time."""
-        return 64 if self.half % 64 == 0 else 32
-
-    @property
-    def parts(self) -> int:
-        """Chunks of a tile."""
-        return self.tile.rows // 64 * (self.half // self.chunk)
-
-    @property
-    def stores(self) -> int:
-        """Of a tile, by one warp group."""
-        return self.parts * (3 if self.keep_gate_up else 1)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block, at most."""
-        return self.tile.stages * self.tile.stage_bytes + 2 * _BUFFERS * 64 * self.chunk * 2 + gemm.BARRIER_BYTES
+from ..cute.hopper_tile import WIDTH_K
+from .hopper_configuration import FORWARD_BUFFERS, Forward
 
 
 def build(configuration: Forward, options: str) -> Any:
@@ -100,14 +57,14 @@ class _Kernel:
     def layouts(self) -> tuple[Any, Any, Any, Any]:
         """Of the stages of x, of both weights, of each weight alone (the same bytes), and of the epilogue's buffers."""
         tile, half, chunk = self.configuration.tile, self.configuration.half, self.configuration.chunk
-        operand = warpgroup.make_smem_layout_atom(gemm.swizzled(gemm.WIDTH_K), self.dtype)
+        operand = warpgroup.make_smem_layout_atom(gemm.swizzled(WIDTH_K), self.dtype)
         result = warpgroup.make_smem_layout_atom(gemm.swizzled(chunk), self.dtype)
-        width, order = gemm.WIDTH_K, (0, 1, 2)
+        width, order = WIDTH_K, (0, 1, 2)
         return (
             cute.tile_to_shape(operand, (tile.rows, width, tile.stages), order=order),
             cute.tile_to_shape(operand, (tile.columns, width, tile.stages), order=order),
             cute.tile_to_shape(operand, (half, width, 2 * tile.stages), order=order),
-            cute.tile_to_shape(result, (64, chunk, 2 * _BUFFERS), order=order),
+            cute.tile_to_shape(result, (64, chunk, 2 * FORWARD_BUFFERS), order=order),
         )
 
     def storage(self) -> Any:
@@ -139,9 +96,9 @@ class _Kernel:
         tile, half, chunk = self.configuration.tile, self.configuration.half, self.configuration.chunk
         x_layout, _, half_layout, result_layout = self.layouts()
         loads = (
-            gemm.load_atom(x_MH, x_layout, (tile.rows, gemm.WIDTH_K)),
-            gemm.load_atom(w_gate_IH, half_layout, (half, gemm.WIDTH_K), tile.cluster),
-            gemm.load_atom(w_up_IH, half_layout, (half, gemm.WIDTH_K), tile.cluster),
+            gemm.load_atom(x_MH, x_layout, (tile.rows, WIDTH_K)),
+            gemm.load_atom(w_gate_IH, half_layout, (half, WIDTH_K), tile.cluster),
+            gemm.load_atom(w_up_IH, half_layout, (half, WIDTH_K), tile.cluster),
         )
         results = [h_MI]
         if const_expr(self.configuration.keep_gate_up):
@@ -156,7 +113,7 @@ class _Kernel:
         stores = [gemm.store_atom(result, result_layout, (64, chunk)) for result in results]
         m_tiles = cute.ceil_div(cute.size(x_MH, mode=[0]), tile.rows * tile.cluster)
         n_tiles = cute.ceil_div(cute.size(w_gate_IH, mode=[0]), half)
-        k_tiles = cute.ceil_div(cute.size(x_MH, mode=[1]), gemm.WIDTH_K)
+        k_tiles = cute.ceil_div(cute.size(x_MH, mode=[1]), WIDTH_K)
         major = OperandMajorMode.K
         self.kernel(
             tuple(atom for atom, _ in loads),
@@ -245,7 +202,7 @@ class _Kernel:
         k_tiles: Int32,
     ) -> None:
         """Warp 0: every tile's stages, in order."""
-        tile, half, width = self.configuration.tile, self.configuration.half, gemm.WIDTH_K
+        tile, half, width = self.configuration.tile, self.configuration.half, WIDTH_K
         x_to, x_from = gemm.shares(atoms[0], tensors[0], x_stages, (tile.rows, width), Int32(0), 1)
         gate_to, gate_from = gemm.shares(atoms[1], tensors[1], w_halves, (half, width), rank, tile.cluster)
         up_to, up_from = gemm.shares(atoms[2], tensors[2], w_halves, (half, width), rank, tile.cluster)
@@ -310,7 +267,7 @@ class _Kernel:
         number = first + step * group
         used = k_tiles * group
         # Two stores in a row never take the same buffer, from one tile to the next either: each frees the other's.
-        before = 0 if const_expr(self.configuration.stores % _BUFFERS == 0) else Int32(0)
+        before = 0 if const_expr(self.configuration.stores % FORWARD_BUFFERS == 0) else Int32(0)
         while number < m_tiles * n_tiles:
             m, n = gemm.place_of(number, m_tiles, n_tiles, tile.group)
             gemm.multiply(loads, used, k_tiles, tiled_mma, a_stages, b_stages, accumulators, group, tile.stages)
@@ -321,12 +278,12 @@ class _Kernel:
                 block, column = part // chunks, part % chunks
                 fragments = self.product(accumulators, block, column, constants[0], buffers)
                 for fragment, atom, (source, target) in zip(fragments, store_atoms, targets, strict=True):
-                    slot = group * _BUFFERS + (before + stored) % _BUFFERS
+                    slot = group * FORWARD_BUFFERS + (before + stored) % FORWARD_BUFFERS
                     cute.copy(to_shared, fragment, buffers[(None, None, None, slot)])
                     self.store(atom, source, target, slot, group, is_storing, row + block, n * chunks + column)
                     stored += 1
-            if const_expr(self.configuration.stores % _BUFFERS != 0):
-                before = (before + self.configuration.stores) % _BUFFERS
+            if const_expr(self.configuration.stores % FORWARD_BUFFERS != 0):
+                before = (before + self.configuration.stores) % FORWARD_BUFFERS
             number += 2 * step
         if is_storing:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the reads
@@ -357,7 +314,7 @@ class _Kernel:
         """From this warp group's buffer to memory, with one barrier, which also frees the buffer that comes next."""
         cute.arch.fence_proxy("async.shared", space="cta")
         if is_storing:
-            cute.arch.cp_async_bulk_wait_group(_BUFFERS - 2, read=True)
+            cute.arch.cp_async_bulk_wait_group(FORWARD_BUFFERS - 2, read=True)
         cute.arch.barrier(barrier_id=gemm.STORED + group, number_of_threads=gemm.GROUP_THREADS)
         if is_storing:
             cute.copy(atom, source[(None, slot)], target[(None, (row, column))])
