@@ -1,0 +1,148 @@
+"""`tune(model, token_counts)`: every kind of module that is not in the profile yet, for as long as there is time."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import entry, profiles, selfcheck, table
+from ..profiles import Measured
+from .measure import MODES, Case, cases_of, measure
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What `tune()` measured, now and before, of one model."""
+
+    measured: tuple[Measured, ...]
+    new: int
+    """How many of them were measured now."""
+    left: int
+    """How many the time did not suffice for: the next `tune()` goes on with them."""
+    profile: Path | None
+    """Where it is kept; None where it is not."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, tuples, strings and numbers, fit for JSON."""
+        return {**asdict(self), "profile": None if self.profile is None else str(self.profile)}
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                each.module.partition(" (")[0].rpartition(".")[2],
+                each.tokens,
+                _fastest(each),
+                ", ".join(f"{name} {_ratios(ratios)}" for name, ratios in each.over_library.items()) or "-",
+                ", ".join(f"{name}: {why}" for name, why in each.why_not.items()) or "-",
+            )
+            for each in self.measured
+        ]
+        text = table.render(("class", "tokens", "fastest", "time over the library's own", "could not serve"), rows)
+        where = "kept nowhere" if self.profile is None else f"kept in {self.profile}"
+        end = f"{self.new} measured now, {len(rows) - self.new} before; {where}"
+        return f"{text}\n{end}" + (f"; {self.left} left: run it again to go on" if self.left else "")
+
+
+def _fastest(found: Measured) -> str:
+    return found.backend or "the library's own"
+
+
+def _ratios(ratios: Any) -> str:
+    return " / ".join(f"{value:.3f} {mode}" for mode, value in ratios.items())
+
+
+def tune(
+    model: nn.Module,
+    token_counts: int | Sequence[int],
+    *,
+    modes: Sequence[str] = MODES,
+    seconds: float = 600.0,
+    seconds_per_case: float = 4.0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cuda",
+    again: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
+) -> TuningReport:
+    """Measures which backend is fastest for each kind of module of `model`, and keeps it for later `accelerate()`s.
+
+    `model` may lie on the meta device: only shapes and dtypes are read, and one module of each kind is copied to
+    `device` with random weights. `token_counts` are numbers of tokens in one call: batch times sequence length. `modes`
+    are `train` (forward + backward) and `forward` (without gradients), the most important first. What the profile has
+    already is not measured again, unless `again`. After `seconds` no further case is begun. `tell` is given a line per
+    case. On a CPU it rehearses with the reference backend, and keeps nothing.
+
+    Raises TypeError or ValueError for arguments of another kind or a model without a module that could be served, and
+    RuntimeError while `accelerate()` is on.
+    """
+    counts = [token_counts] if isinstance(token_counts, int) else list(token_counts)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"tune() takes a torch.nn.Module, got {type(model).__name__}")
+    if not counts or any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
+        raise ValueError(f"token_counts must be positive whole numbers, got {token_counts!r}")
+    if not modes or not set(modes) <= set(MODES) or len(set(modes)) != len(modes):
+        raise ValueError(f"modes must be some of {', '.join(MODES)}, got {modes!r}")
+    if entry.is_on():
+        raise RuntimeError(
+            "tune() measures the library's own code too: call it before accelerate(), or after restore()"
+        )
+    device = torch.device(device)
+    cases = cases_of(model, counts, dtype)
+    if not cases:
+        raise ValueError(
+            f"{type(model).__name__} has no module that could be tuned: print(fusepatch.explain(model)) shows what was "
+            "looked at"
+        )
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    identity = selfcheck.versions(selfcheck.device_kind(device))
+    profile = profiles.read(identity) or profiles.Profile(identity)
+    return _run(cases, profile, modes, seconds, seconds_per_case, device, again, tell)
+
+
+def _run(
+    cases: list[Case],
+    profile: profiles.Profile,
+    modes: Sequence[str],
+    seconds: float,
+    seconds_per_case: float,
+    device: torch.device,
+    again: bool,
+    tell: Callable[[str], None],
+) -> TuningReport:
+    start, new, left, kept = time.monotonic(), 0, 0, device.type == "cuda"
+    found: list[Measured] = []
+    for number, case in enumerate(cases, 1):
+        head = f"[{number}/{len(cases)}] {case.owner.__qualname__} x{case.modules}, {case.tokens} tokens"
+        before = None if again else profile.find(case.target.op, case.name, case.tokens)
+        if before is not None:
+            found.append(before)
+            tell(f"{head}: measured before, {_fastest(before)}")
+            continue
+        if time.monotonic() - start > seconds:
+            left += 1
+            continue
+        try:
+            made = measure(case, modes, seconds_per_case, device)
+        except torch.OutOfMemoryError:
+            tell(f"{head}: not enough memory, left out")
+            left += 1
+            continue
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        new += 1
+        found.append(made)
+        profile = profile.with_(made)
+        if kept:  # after each case, so that what is stopped keeps what it had
+            kept = profiles.write(profile)
+        tell(f"{head}: {_fastest(made)}")
+    where = profiles.place(profile.identity) if kept and profile.measured else None
+    return TuningReport(tuple(found), new, left, where)

@@ -1,0 +1,166 @@
+"""`fusepatch doctor --report`: what is run for what `doctor` found, and the file that comes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fusepatch import cli, doctor, doctor_report
+from fusepatch.doctor import CheckResult, Diagnosis, Gpu, Kernel, Version
+from fusepatch.doctor_libraries import Finding
+from fusepatch.doctor_report import Done, Step
+
+
+def kernel(backend: str, serves: str, route: str = "fused", reason: str | None = None, op: str = "gated_mlp") -> Kernel:
+    checks = tuple(CheckResult(f"{backend} {n}", "cuda:0", outcome, "") for n, outcome in enumerate(["passed"] * 2))
+    return Kernel(op, backend, route, ("cuda:0",), serves, reason, None, () if serves == "no" else checks)
+
+
+B200 = Diagnosis(
+    package="/somewhere",
+    versions=(Version("torch", "2.11.0", ""), Version("triton", None, "not installed")),
+    gpus=(Gpu("cuda:0", "NVIDIA B200", "10.0", "Blackwell data-centre", True),),
+    kernels=(
+        kernel("triton", "yes", "pointwise"),
+        kernel("hopper", "no", reason="architecture"),
+        kernel("cudnn", "if named"),
+        kernel("triton_gemm", "if named"),
+        kernel("reference", "if named"),
+        kernel("triton", "yes", op="engram_gate"),
+    ),
+    libraries=(),
+    settings=(),
+    cache=doctor.Cache("/cache", True, ""),
+    selfcheck="6 self-checks ran",
+    findings=(Finding("warning", "two copies of libcudnn", "drop one"),),
+)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
+    """A machine with a B200, on which each step ends with a code; returns the steps that were run."""
+    monkeypatch.chdir(Path(__file__).parent.parent.parent)
+    monkeypatch.syspath_prepend(".")
+
+    def put(codes: dict[str, int | None] = {}, output: str = "all is well") -> list[str]:  # noqa: B006
+        ran: list[str] = []
+
+        def run(step: Step) -> Done:
+            ran.append(str(step))
+            return Done(step, codes.get(step.backend, 0), 1.0, output)
+
+        monkeypatch.setattr(doctor, "examine", lambda **_: B200)
+        monkeypatch.setattr(doctor_report, "run", run)
+        return ran
+
+    return put
+
+
+def test_every_backend_that_can_serve_is_run_by_its_name(here: Callable[..., list[str]], tmp_path: Path) -> None:
+    ran = here()
+    report = doctor_report.write(tmp_path / "report.md", lambda line: None)
+    parity = [step for step in ran if "fusepatch parity" in step]
+    assert [step.split()[0] for step in parity] == [
+        f"FUSEPATCH_GATED_MLP_BACKEND={name}" for name in ("triton", "cudnn", "triton_gemm")
+    ]
+    assert [step.split()[1] for step in parity] == [
+        f"FUSEPATCH_GATED_MLP_ROUTE={route}" for route in ("pointwise", "fused", "fused")
+    ]
+    assert all("--warmup" in step for step in parity)
+    (benchmark,) = (step for step in ran if step not in parity)
+    arms = "gemm_floor,eager,fusepatch_pointwise_triton,fusepatch_fused_cudnn,fusepatch_fused_triton_gemm"
+    assert benchmark.startswith(f"python -m benchmarks gated_mlp --arms {arms} ")
+    assert report.left_out == ("hopper, fused: architecture",)
+    assert report.exit_code == 0
+
+
+def test_the_file(here: Callable[..., list[str]], tmp_path: Path) -> None:
+    here({"cudnn": None}, output="fine\n~~~~~~\nnot the end")
+    path = tmp_path / "report.md"
+    report = doctor_report.write(path, lambda line: None)
+    text = path.read_text()
+    assert text.startswith("# fusepatch on NVIDIA B200 (10.0), torch 2.11.0, 20")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len({row.count("|") for row in rows}) == 1
+    assert rows[0] == "| op | backend | where | what was seen | command | date |"
+    for seen in (
+        "| gated_mlp, fused route | triton_gemm | NVIDIA B200 (10.0), torch 2.11.0 | self-checks: 2 passed |",
+        "| gated_mlp, fused route | triton_gemm | NVIDIA B200 (10.0), torch 2.11.0 | parity: passed, 1 s |",
+        "| gated_mlp, fused route | cudnn | NVIDIA B200 (10.0), torch 2.11.0 | parity: no end within 600 s, 1 s |",
+        "| gated_mlp | triton, cudnn, triton_gemm | NVIDIA B200 (10.0), torch 2.11.0 | benchmark: ran, 1 s |",
+    ):
+        assert seen in text
+    assert "- hopper, fused: architecture" in text
+    assert "- warning: two copies of libcudnn. Fix: drop one." in text
+    blocks = text.split("\n~~~~~~")
+    assert len(blocks) == 1 + 2 * (len(report.done) + 1), "what a step printed ended its block"
+    everything = json.loads(text.partition("~~~~~~json\n")[2].rpartition("\n~~~~~~")[0].replace("~~~~~ ", "~~~~~~"))
+    assert everything["diagnosis"]["gpus"][0]["name"] == "NVIDIA B200"
+    assert [each["outcome"] for each in everything["done"]] == ["passed", "no end within 600 s", "passed", "ran"]
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome", "exit_code"), [(1, "failed", 1), (3, "nothing ran natively", 0), (-11, "exit code -11", 0)]
+)
+def test_outcomes(here: Callable[..., list[str]], tmp_path: Path, code: int, outcome: str, exit_code: int) -> None:
+    here({"cudnn": code})
+    report = doctor_report.write(tmp_path / "report.md", lambda line: None)
+    assert outcome in (tmp_path / "report.md").read_text()
+    assert report.exit_code == exit_code
+
+
+def test_what_was_seen_is_not_lost(
+    here: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here()
+    path = tmp_path / "report.md"
+    run = doctor_report.run
+
+    def dies(step: Step) -> Done:
+        if step.backend == "triton_gemm":
+            raise KeyboardInterrupt
+        return run(step)
+
+    monkeypatch.setattr(doctor_report, "run", dies)
+    with pytest.raises(KeyboardInterrupt):
+        doctor_report.write(path, lambda line: None)
+    assert (
+        "| gated_mlp, fused route | cudnn | NVIDIA B200 (10.0), torch 2.11.0 | parity: passed, 1 s |"
+        in path.read_text()
+    )
+
+
+def test_outside_of_the_repository_the_benchmark_is_left_out(
+    here: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran = here()
+    monkeypatch.chdir(tmp_path)
+    report = doctor_report.write(tmp_path / "report.md", lambda line: None)
+    assert not any("benchmarks" in step for step in ran)
+    assert "run this in its root folder" in report.left_out[-1]
+
+
+def test_a_child_has_the_variables_of_its_step_and_no_other_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEPATCH_STRICT", "1")
+    monkeypatch.setenv("FUSEPATCH_CACHE_DIR", "/cache")
+    code = "import os; print(sorted(f'{k}={v}' for k, v in os.environ.items() if k.startswith('FUSEPATCH')))"
+    step = Step("parity", "x", ("-c", code), {"FUSEPATCH_GATED_MLP": "1"}, 60.0)
+    done = doctor_report.run(step)
+    assert (done.code, done.output) == (0, "['FUSEPATCH_CACHE_DIR=/cache', 'FUSEPATCH_GATED_MLP=1']\n")
+
+
+def test_a_child_that_hangs_is_ended() -> None:
+    code = "import time; print('so far', flush=True); time.sleep(60)"
+    done = doctor_report.run(Step("benchmark", "x", ("-c", code), {}, 1.0))
+    assert (done.code, done.outcome, done.output) == (None, "no end within 1 s", "so far\n")
+
+
+def test_the_command(here: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here()
+    assert cli.main(["doctor", "--report", str(tmp_path / "report.md")]) == 0
+    assert "written" in capsys.readouterr().out
+    assert cli.main(["doctor", "--report", str(tmp_path / "no" / "report.md")]) == cli.USAGE_ERROR
+    assert "can't write" in capsys.readouterr().err

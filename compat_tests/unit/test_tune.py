@@ -1,0 +1,510 @@
+"""`tune()`, its profile, and how choosing a backend follows it. What it measures on a GPU: compat_tests/gpu."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusepatch
+from fusepatch import cli, profiles, selfcheck, settings
+from fusepatch.decline import Reason, Route
+from fusepatch.kernels import backends
+from fusepatch.kernels.gated_mlp import choose
+from fusepatch.profiles import Measured, Profile
+from fusepatch.tuning import measure, timing
+from fusepatch.tuning import tune as tuning
+from support import tiny_llama
+
+CUDA = torch.device("cuda", 0)
+KIND = "NVIDIA Test (9, 0)"
+FUSED, POINTWISE, ORIGINAL = Route
+PLAIN = choose.Problem(FUSED, CUDA, torch.bfloat16, 64, 96, "silu", bias=False)
+BETWEEN = PLAIN._replace(route=POINTWISE)
+
+QUICK = choose.Backend(
+    name="hopper",  # names that the environment may give
+    module="no.such.module",
+    routes=frozenset({FUSED}),
+    dtypes=frozenset({torch.bfloat16}),
+    fused_bias=False,
+    admits=lambda problem, tokens: tokens >= 1000,
+)
+SLOW = dataclasses.replace(
+    QUICK, name="triton", routes=frozenset({POINTWISE}), admits=lambda problem, tokens: tokens >= 10
+)
+TABLE = (SLOW, QUICK)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A GPU that looks like a Hopper, a table with one backend per route, and a cache of our own."""
+    monkeypatch.setenv("FUSEPATCH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(selfcheck, "device_kind", lambda device: KIND if device.type == "cuda" else device.type)
+    monkeypatch.setattr(choose, "BACKENDS", TABLE)
+    begin_anew()
+    yield
+    begin_anew()
+
+
+def begin_anew() -> None:
+    """As a new `accelerate()` does."""
+    settings.install(None)
+    choose.forget()
+
+
+def keep(*found: tuple[int, str | None], problems: tuple[choose.Problem, ...] = (PLAIN, BETWEEN)) -> Path:
+    """Writes a profile that says so, for this kind of GPU."""
+    identity = selfcheck.versions(KIND)
+    names = tuple(map(backends.described, problems))
+    measured = tuple(Measured("gated_mlp", "module", names, tokens, backend, {}) for tokens, backend in found)
+    assert profiles.write(Profile(identity, measured))
+    begin_anew()
+    return profiles.place(identity)
+
+
+# -------------------------------------------------------------------------------------------------------- following it
+
+
+def test_without_a_profile_the_table_decides() -> None:
+    assert choose.choose(PLAIN, 999) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(PLAIN, 1000) is QUICK
+
+
+def test_a_winner_serves_from_where_it_was_measured() -> None:
+    """Below the fewest tokens that were measured, the table decides."""
+    keep((100, "hopper"))
+    assert choose.choose(PLAIN, 99) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(PLAIN, 100) is QUICK
+    assert choose.choose(PLAIN, 10**6) is QUICK
+
+
+def test_where_the_library_was_fastest_nothing_serves() -> None:
+    keep((2000, None))
+    assert choose.choose(PLAIN, 1999) is QUICK
+    assert choose.choose(PLAIN, 2000) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(BETWEEN, 2000) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(BETWEEN, 1999) is SLOW
+
+
+def test_where_another_route_was_fastest() -> None:
+    """The fused route declines for the pointwise one; and a pointwise call is the table's where the fused one won."""
+    keep((100, "triton"), (4000, "hopper"))
+    assert choose.choose(PLAIN, 3999) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(BETWEEN, 3999) is SLOW
+    assert choose.choose(PLAIN, 4000) is QUICK
+    assert choose.choose(BETWEEN, 4000) is SLOW
+    assert choose.choose(BETWEEN, 9) is Reason.SIZE_NOT_ADMITTED
+
+
+def test_winners_with_few_tokens_are_not_declined_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "BACKENDS", (dataclasses.replace(QUICK, fewest_tokens=1000),))
+    assert choose.is_too_few(100, CUDA)
+    keep((50, None), (100, "hopper"))
+    assert choose.is_too_few(99, CUDA)
+    assert not choose.is_too_few(100, CUDA)
+
+
+def test_another_problem_is_the_tables() -> None:
+    keep((1, "hopper"))
+    for changes in ({"inner": 128}, {"activation": "gelu"}, {"hidden": 128}):
+        assert choose.choose(PLAIN._replace(**changes), 999) is Reason.SIZE_NOT_ADMITTED
+    keep((1, "hopper"), problems=(PLAIN._replace(device=torch.device("cuda", 1)),))
+    assert choose.choose(PLAIN, 1) is QUICK  # another device of this kind
+
+
+def test_backends_that_serve_only_where_named_may_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    unproved = dataclasses.replace(QUICK, named_only=True)
+    monkeypatch.setattr(choose, "BACKENDS", (SLOW, unproved))
+    assert choose.choose(PLAIN, 5000) is Reason.NO_KERNEL
+    keep((100, "hopper"))
+    assert choose.choose(PLAIN, 5000) is unproved
+
+
+@pytest.mark.parametrize("outcome", [selfcheck.Outcome.FAILED, selfcheck.Outcome.INCONCLUSIVE])
+def test_a_winner_is_still_checked_first(monkeypatch: pytest.MonkeyPatch, outcome: selfcheck.Outcome) -> None:
+    checked = dataclasses.replace(QUICK, check="some.module")
+    monkeypatch.setattr(choose, "BACKENDS", (SLOW, checked))
+    monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict(outcome))
+    keep((100, "hopper"))
+    assert choose.choose(PLAIN, 100) is selfcheck.Verdict(outcome).reason
+
+
+def test_a_winner_that_can_not_serve_here() -> None:
+    keep((100, "hopper"), problems=(PLAIN._replace(dtype=torch.float16),))
+    assert choose.choose(PLAIN._replace(dtype=torch.float16), 100) is Reason.DTYPE
+
+
+def test_a_backend_that_is_gone() -> None:
+    keep((100, "gone"))
+    assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(PLAIN, 1000) is QUICK
+
+
+@pytest.mark.parametrize(("variable", "value"), [("BACKEND", "hopper"), ("ROUTE", "original")])
+def test_the_environment_comes_first(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(f"FUSEPATCH_GATED_MLP_{variable}", value)
+    keep((100, None))
+    assert choose.choose(PLAIN, 100) is (QUICK if variable == "BACKEND" else Reason.ROUTE_BOUND)
+
+
+def test_a_direct_call_of_the_op_does_not_ask_it() -> None:
+    keep((100, None))
+    assert choose.choose(PLAIN, 100, any_size=True) is QUICK
+
+
+def test_a_profile_that_is_written_meanwhile_changes_nothing() -> None:
+    assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
+    identity = selfcheck.versions(KIND)
+    profiles.write(Profile(identity, (Measured("gated_mlp", "m", (backends.described(PLAIN),), 100, "hopper", {}),)))
+    assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(PLAIN._replace(inner=128), 100) is Reason.SIZE_NOT_ADMITTED
+    begin_anew()
+    assert choose.choose(PLAIN, 100) is QUICK
+
+
+# ------------------------------------------------------------------------------------------------------ whose it is
+
+
+@pytest.mark.parametrize("what", ["device", "driver", "torch", "cuda", "triton", "cutlass", "cudnn", "sources"])
+def test_a_profile_from_elsewhere_is_ignored_and_said(caplog: pytest.LogCaptureFixture, what: str) -> None:
+    identity = {**selfcheck.versions(KIND), what: "another"}
+    names = (backends.described(PLAIN),)
+    profiles.write(Profile(identity, (Measured("gated_mlp", "module", names, 100, "hopper", {}),)))
+    begin_anew()
+    caplog.set_level(logging.INFO, "fusepatch")
+    assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(PLAIN._replace(inner=128), 100) is Reason.SIZE_NOT_ADMITTED
+    (said,) = [record.getMessage() for record in caplog.records]  # once
+    assert f"a profile is ignored, since it was made with {what} another (here " in said
+
+
+def test_a_profile_under_anothers_name_is_ignored() -> None:
+    path = keep((100, "hopper"))
+    stored = json.loads(path.read_text())
+    stored["identity"]["driver"] = "another"
+    path.write_text(json.dumps(stored))
+    begin_anew()
+    assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda text: "", id="empty"),
+        pytest.param(lambda text: text[: len(text) // 2], id="cut short"),
+        pytest.param(lambda text: "[]", id="a list"),
+        pytest.param(lambda text: text.replace('"tokens": 100', '"tokens": "many"'), id="no number"),
+        pytest.param(lambda text: text.replace('"measured"', '"other"'), id="a key is gone"),
+    ],
+)
+def test_a_damaged_profile_is_ignored_and_said(caplog: pytest.LogCaptureFixture, damage: Callable[[str], str]) -> None:
+    path = keep((100, "hopper"))
+    path.write_text(damage(path.read_text()))
+    begin_anew()
+    assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
+    assert "is damaged" in caplog.text
+
+
+def test_a_profile_that_is_in_force_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    keep((100, "hopper"), (200, None))
+    caplog.set_level(logging.INFO, "fusepatch")
+    choose.choose(PLAIN, 100)
+    assert f"the profile that `fusepatch tune` made for {KIND} is in force: 2 sizes" in caplog.text
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    identity = selfcheck.versions(KIND)
+    whole = Measured("gated_mlp", "m", ("a", "b"), 7, None, {"triton": {"train": 1.5}}, {"hopper": "dtype"})
+    profile = Profile(identity).with_(whole).with_(dataclasses.replace(whole, tokens=8)).with_(whole)
+    assert len(profile.measured) == 2
+    assert profiles.write(profile)
+    assert profiles.read(identity) == profile
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+@pytest.fixture
+def rehearsal(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A CPU, with times that the test says: by arm, in milliseconds, or a function of the mode."""
+    said: dict[str, Any] = {"library": 10.0, "reference": 5.0, "compared": []}
+    monkeypatch.setattr(choose, "BACKENDS", (choose.REFERENCE,))
+
+    def compare(arms: dict[str, Callable[[], object]], seconds: float, device: torch.device) -> dict[str, timing.Times]:
+        said["compared"].append({name: arm() for name, arm in arms.items()})
+        times = {name: said[name] for name in arms}
+        return {
+            name: time if isinstance(time, timing.Times) else timing.Times(time * 0.99, time, time * 1.01)
+            for name, time in times.items()
+        }
+
+    monkeypatch.setattr(timing, "compare", compare)
+    return said
+
+
+def test_each_arm_runs_what_it_is_named_after(rehearsal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's arm is not served by us, the others are; and both compute the same."""
+    ran: list[str] = []
+    real = choose.REFERENCE.module
+    module = __import__(real, fromlist=["dual_gemm_act"])
+    forward = module.dual_gemm_act
+    monkeypatch.setattr(module, "dual_gemm_act", lambda *a, **k: (ran.append("ours"), forward(*a, **k))[1])
+    model = tiny_llama(torch.float32)
+    report = tuning.tune(model, 32, device="cpu")
+    assert len(ran) == 3  # while warming, and in both modes
+    train, alone = rehearsal["compared"]
+    for compared in (train, alone):
+        ours, stock = compared["reference"], compared["library"]
+        for a, b in zip(*((each if isinstance(each, tuple) else (each,)) for each in (ours, stock)), strict=True):
+            torch.testing.assert_close(a, b)
+    assert len(train["library"]) == 4  # gradients of x and three weights
+    assert isinstance(alone["library"], torch.Tensor)
+    (found,) = report.measured
+    assert found.backend == "reference"
+    assert found.over_library == {"reference": {"train": 0.5, "forward": 0.5}}
+    described = backends.described(PLAIN._replace(dtype=torch.float32))
+    assert described in found.problems
+    assert (report.new, report.left, report.profile) == (1, 0, None)  # a rehearsal is not kept
+    assert fusepatch.status().targets[0].state == "restored"
+    assert not list(settings.current().cache_dir.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("ours", "wins"),
+    [
+        (9.7, True),
+        (9.85, False),  # ranges meet
+        (11.0, False),
+        (timing.Times(4.0, 9.0, 10.5), False),  # faster in the middle, and not apart
+    ],
+)
+def test_what_wins(rehearsal: dict[str, Any], ours: Any, wins: bool) -> None:
+    rehearsal["reference"] = ours
+    (found,) = tuning.tune(tiny_llama(torch.float32), 32, device="cpu").measured
+    assert (found.backend == "reference") is wins
+
+
+def test_a_backend_that_loses_in_one_mode_does_not_win(
+    rehearsal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compare = tiny_llama(torch.float32), timing.compare
+
+    def slow_forward(arms: Any, seconds: float, device: torch.device) -> Any:
+        rehearsal["reference"] = 5.0 if len(rehearsal["compared"]) % 2 == 0 else 10.2
+        return compare(arms, seconds, device)
+
+    monkeypatch.setattr(timing, "compare", slow_forward)
+    (found,) = tuning.tune(model, 32, device="cpu").measured
+    assert found.backend is None
+    assert found.over_library == {"reference": {"train": 0.5, "forward": 1.02}}
+    (found,) = tuning.tune(model, 32, modes=("train",), device="cpu").measured
+    assert found.backend == "reference"
+
+
+def test_what_can_not_be_served_is_said(rehearsal: dict[str, Any]) -> None:
+    model = tiny_llama(torch.float32)
+    for name, module in model.named_modules():
+        if name.endswith("mlp"):
+            module.act_fn = nn.ReLU()
+    (found,) = tuning.tune(model, 32, device="cpu").measured
+    assert (found.backend, dict(found.why_not)) == (None, {"reference": "activation"})
+    assert rehearsal["compared"] == []
+
+
+def test_each_kind_is_measured_once_and_the_model_is_left_alone(rehearsal: dict[str, Any]) -> None:
+    model = tiny_llama(torch.float32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    told: list[str] = []
+    report = tuning.tune(model, [64, 32, 64], device="cpu", tell=told.append)
+    assert [each.tokens for each in report.measured] == [32, 64]
+    assert told == ["[1/2] LlamaMLP x2, 32 tokens: reference", "[2/2] LlamaMLP x2, 64 tokens: reference"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_on_the_meta_device(rehearsal: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = tiny_llama(torch.float32)
+    (found,) = tuning.tune(model, 32, device="cpu", dtype=torch.bfloat16).measured
+    assert found.module.endswith("bfloat16")
+    assert any("dtype=torch.bfloat16" in problem for problem in found.problems)
+
+
+# ---------------------------------------------------------------------------------- resuming, and ending in time
+
+
+@pytest.fixture
+def kept(rehearsal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[measure.Case]:
+    """A GPU whose measurements take no GPU: what is measured, in order."""
+    done: list[measure.Case] = []
+
+    def one(case: measure.Case, modes: Any, seconds: float, device: torch.device) -> Measured:
+        done.append(case)
+        return Measured(case.target.op, case.name, ("problem",), case.tokens, "hopper", {})
+
+    monkeypatch.setattr(tuning, "measure", one)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return done
+
+
+def test_what_was_measured_is_not_measured_again(kept: list[measure.Case]) -> None:
+    model = tiny_llama(torch.float32)
+    assert tuning.tune(model, [8], device="cuda:0").new == 1
+    report = tuning.tune(model, [8, 16], device="cuda:0")
+    assert [(case.tokens, case.modules) for case in kept] == [(8, 2), (16, 2)]
+    assert (report.new, report.left, len(report.measured)) == (1, 0, 2)
+    assert report.profile is not None
+    assert len(json.loads(report.profile.read_text())["measured"]) == 2
+    assert tuning.tune(model, [8, 16], device="cuda:0", again=True).new == 2
+    assert "2 measured now, 0 before; kept in" in str(tuning.tune(model, [8, 16], device="cuda:0", again=True))
+
+
+def test_what_is_stopped_is_kept(kept: list[measure.Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, one = tiny_llama(torch.float32), tuning.measure
+
+    def stopped(case: measure.Case, *more: Any) -> Measured:
+        if case.tokens == 16:
+            raise KeyboardInterrupt
+        return one(case, *more)
+
+    monkeypatch.setattr(tuning, "measure", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        tuning.tune(model, [8, 16, 32], device="cuda:0")
+    monkeypatch.setattr(tuning, "measure", one)
+    assert tuning.tune(model, [8, 16, 32], device="cuda:0").new == 2
+
+
+def test_it_ends_in_time(kept: list[measure.Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    one = tuning.measure
+
+    def slow(*arguments: Any) -> Measured:
+        clock[0] += 40.0
+        return one(*arguments)
+
+    monkeypatch.setattr(tuning, "measure", slow)
+    report = tuning.tune(tiny_llama(torch.float32), [1, 2, 3, 4, 5], device="cuda:0", seconds=60.0)
+    assert (report.new, report.left) == (2, 3)
+    assert "3 left: run it again to go on" in str(report)
+
+
+def test_a_case_without_enough_memory_is_left_out(kept: list[measure.Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = tuning.measure
+
+    def large(case: measure.Case, *more: Any) -> Measured:
+        if case.tokens == 2:
+            raise torch.OutOfMemoryError
+        return one(case, *more)
+
+    monkeypatch.setattr(tuning, "measure", large)
+    told: list[str] = []
+    report = tuning.tune(tiny_llama(torch.float32), [1, 2, 3], device="cuda:0", tell=told.append)
+    assert (report.new, report.left) == (2, 1)
+    assert "not enough memory" in told[1]
+
+
+def test_an_op_that_is_off_is_not_tuned(rehearsal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEPATCH_GATED_MLP", "0")
+    with pytest.raises(ValueError, match="has no module that could be tuned"):
+        tuning.tune(tiny_llama(torch.float32), 8, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ((None, 8), TypeError, "takes a torch.nn.Module"),
+        (("model", []), ValueError, "positive whole numbers"),
+        (("model", [0]), ValueError, "positive whole numbers"),
+        (("model", True), ValueError, "positive whole numbers"),
+        (("model", "8"), ValueError, "positive whole numbers"),
+        ((nn.Linear(2, 2), 8), ValueError, "has no module that could be tuned"),
+    ],
+)
+def test_arguments_of_another_kind(arguments: tuple[Any, Any], error: type[Exception], says: str) -> None:
+    model, counts = arguments
+    with pytest.raises(error, match=says):
+        fusepatch.tune(tiny_llama(torch.float32) if model == "model" else model, counts, device="cpu")
+
+
+def test_modes_of_another_kind() -> None:
+    for modes in ((), ("inference",), ("train", "train")):
+        with pytest.raises(ValueError, match="modes must be some of train, forward"):
+            fusepatch.tune(tiny_llama(torch.float32), 8, modes=modes, device="cpu")
+
+
+def test_while_accelerate_is_on() -> None:
+    fusepatch.accelerate()
+    with pytest.raises(RuntimeError, match="after restore"):
+        fusepatch.tune(tiny_llama(torch.float32), 8, device="cpu")
+
+
+# ------------------------------------------------------------------------------------------------ timing, the command
+
+
+def test_timing_tells_apart_what_differs() -> None:
+    """On a CPU, by a factor that no load hides; and each arm runs as often in every place of the order."""
+    work = torch.randn(64, 64)
+    found = timing.compare(
+        {"one": lambda: work @ work, "ten": lambda: [work @ work for _ in range(100)]}, 0.2, work.device
+    )
+    assert found["ten"].p50 > 5 * found["one"].p50
+    assert all(each.p20 <= each.p50 <= each.p80 for each in found.values())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, dtype="float32"
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_the_command(rehearsal: dict[str, Any], folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", folder, "--tokens", "32", "64", "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    assert "reference 0.500 train / 0.500 forward" in said.out
+    assert "2 measured now, 0 before; kept nowhere" in said.out
+    assert said.err.count("fusepatch: [") == 2
+    arguments = ["--tokens", "32", "--device", "cpu", "--for", "inference", "--dtype", "bfloat16", "--json"]
+    assert cli.main(["tune", folder, *arguments]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["measured"]
+    assert found["over_library"] == {"reference": {"forward": 0.5}}
+    assert found["module"].endswith("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nope/here/not", "--tokens", "8", "--device", "cpu"], "does not exist"),
+        (["FOLDER", "--tokens", "8", "--device", "cuda:99"], "there is no device cuda:99"),
+        (["FOLDER", "--tokens", "8", "--device", "nonsense"], "there is no device nonsense"),
+    ],
+)
+def test_what_the_command_can_not_do(
+    folder: str, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert cli.main(["tune", *(folder if each == "FOLDER" else each for each in arguments)]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--tokens"], ["--tokens", "0"], ["--tokens", "8", "--minutes", "-1"]])
+def test_wrong_usage(folder: str, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["tune", folder, *arguments])
+    assert raised.value.code == 2
