@@ -50,6 +50,45 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--results", type=Path, default=results.RESULTS, help="the folder to append to with --save")
     run.set_defaults(run=_gated_mlp)
 
+    linear = commands.add_parser("linear_attention", help="KDA: FLA's own kernels against ours")
+    linear.add_argument(
+        "--shapes", nargs="+", metavar="B,T,H", help="batch, tokens, heads of 128 (default: 1,8192,32 and 4,2048,16)"
+    )
+    linear.add_argument(
+        "--scopes", default="op,layer", help="comma list: the op alone, FLA's layer (default: op,layer)"
+    )
+    linear.add_argument("--modes", help="comma list of train, train_graph, forward, host, memory (default: all)")
+    linear.add_argument("--model", action="store_true", help="a training step of a language model instead")
+    linear.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, for the harness itself"
+    )
+    linear.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
+    linear.add_argument("--seconds-per-case", type=_positive, default=4.0, help="as for gated_mlp (default: 4)")
+    linear.add_argument("--save", action="store_true", help="append the rows to the results")
+    linear.add_argument("--results", type=Path, default=results.RESULTS, help="the folder to append to with --save")
+    linear.set_defaults(run=_linear_attention)
+
+    engram = commands.add_parser("engram_gate", help="check and time every arm of the Engram gate")
+    engram.add_argument(
+        "--arms", help="comma list of names, `default`, `variants` (other launch shapes of the kernels)"
+    )
+    engram.add_argument("--tokens", help="comma list (default: 4096,16384; 48 on a CPU)")
+    engram.add_argument("--streams", type=_positive_int, help="(default: 4)")
+    engram.add_argument("--width", type=_positive_int, help="of a stream (default: 5120; 40 on a CPU)")
+    engram.add_argument("--embedding", type=_positive_int, help="width of what is projected (default: 6144)")
+    engram.add_argument(
+        "--scopes", default="gate,consumer", help="comma list: the gate alone, and with projection and its gradients"
+    )
+    engram.add_argument("--modes", help="comma list of forward, train, backward, host (default: all)")
+    engram.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, for the harness itself"
+    )
+    engram.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
+    engram.add_argument("--seconds-per-case", type=_positive, default=4.0, help="as for gated_mlp (default: 4)")
+    engram.add_argument("--save", action="store_true", help="append the rows to the results")
+    engram.add_argument("--results", type=Path, default=results.RESULTS, help="the folder to append to with --save")
+    engram.set_defaults(run=_engram_gate)
+
     listing = commands.add_parser("list", help="the arms, shapes and modes there are, and what is missing here")
     listing.set_defaults(run=_list)
 
@@ -124,6 +163,75 @@ def _gated_mlp(arguments: argparse.Namespace) -> None:
             limits=timing.Limits(arguments.repeats, arguments.seconds_per_case),
             prepare_seconds=arguments.prepare_seconds,
             logs=arguments.logs,
+            save_to=arguments.results if arguments.save else None,
+        )
+    )
+
+
+def _linear_attention(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from . import linear_attention, timing
+
+    on_cpu = arguments.device == "cpu"
+    if not on_cpu and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here. --device cpu rehearses the harness")
+    if on_cpu and arguments.save and arguments.results.resolve() == results.RESULTS.resolve():
+        raise ValueError("a dry run is no result: --save needs --results with a folder of its own")
+    save_to = arguments.results if arguments.save else None
+    if arguments.model:
+        linear_attention.run_model(linear_attention.Model(), save_to)
+        return
+    shapes = linear_attention.TINY if on_cpu else linear_attention.SHAPES
+    if arguments.shapes:
+        shapes = tuple(linear_attention.parse_shape(word) for word in arguments.shapes)
+    linear_attention.run(
+        linear_attention.Options(
+            shapes=shapes,
+            scopes=_known(arguments.scopes, "scope", linear_attention.SCOPES),
+            modes=linear_attention.MODES
+            if arguments.modes is None
+            else _known(arguments.modes, "mode", linear_attention.MODES),
+            device=arguments.device,
+            limits=timing.Limits(arguments.repeats, arguments.seconds_per_case),
+            save_to=save_to,
+        )
+    )
+
+
+def _engram_gate(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from . import engram_arms, engram_gate, timing
+
+    on_cpu = arguments.device == "cpu"
+    if not on_cpu and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here. --device cpu rehearses the harness")
+    if on_cpu and arguments.save and arguments.results.resolve() == results.RESULTS.resolve():
+        raise ValueError("a dry run is no result: --save needs --results with a folder of its own")
+    usual = engram_arms.Case(1)
+    all_tokens, width, embedding = engram_gate.TOKENS, usual.width, usual.embedding
+    if on_cpu:
+        all_tokens, width, embedding = engram_gate.TINY
+    if arguments.tokens is not None:
+        all_tokens = tuple(_positive_int(text) for text in arguments.tokens.split(","))
+    engram_gate.run(
+        engram_gate.Options(
+            arms=tuple(engram_arms.select(arguments.arms)),
+            cases=tuple(
+                engram_arms.Case(
+                    tokens,
+                    arguments.streams or usual.streams,
+                    arguments.width or width,
+                    arguments.embedding or embedding,
+                    scope,
+                    arguments.device,
+                )
+                for scope in _known(arguments.scopes, "scope", engram_arms.SCOPES)
+                for tokens in all_tokens
+            ),
+            modes=engram_gate.MODES if arguments.modes is None else _known(arguments.modes, "mode", engram_gate.MODES),
+            limits=timing.Limits(arguments.repeats, arguments.seconds_per_case),
             save_to=arguments.results if arguments.save else None,
         )
     )

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusepatch
+from fusepatch import catalogue, ledger
+from fusepatch.decline import Route
 from fusepatch.kernels.gated_mlp import choose
+from fusepatch.patch import Switch
+from fusepatch.shims import hf_gated_mlp
 
 from .cases import Case
 from .data import Data
@@ -282,8 +286,10 @@ def _gemm_floor(case: Case, data: Data) -> Built:
 # ---------------------------------------------------------------------------------------------------------- our own
 
 
-def _fusepatch(case: Case, data: Data) -> Built:
+def _fusepatch(case: Case, data: Data, *, warm: bool = False) -> Built:
     module = _hf_module(case, data)
+    if warm:
+        fusepatch.warmup(module, case.shape.tokens)
     before = _counts()
     return _of_module(module, module, lambda: _route(before, _counts()))
 
@@ -327,13 +333,44 @@ def _variant(route: str, backend: choose.Backend) -> Arm:
     return Arm(
         f"fusepatch_{route}_{backend.name}",
         f"fusepatch, the route {route} with the backend {backend.name}, whether or not it is admitted there",
-        _fusepatch,
+        partial(_fusepatch, warm=backend.warmed_only),
         packages=backend.packages,
         devices=("cuda",) if backend.native else ("cpu", "cuda"),
-        layouts=("separate", "packed"),
+        dtypes=tuple(dtype for dtype in Arm.dtypes if dtype in backend.dtypes),
+        activations=tuple(name for name in Arm.activations if name in backend.activations),
+        layouts=("separate", "packed") if backend.packed else ("separate",),
         context=lambda case: _accelerated(case, variables, strict=True),
         compiles=backend.native,  # and has its self-check, whose verdict is kept on disk
         shares=lambda case: (case.activation, case.dtype),
+        by_default=False,
+    )
+
+
+def _compile_ours(case: Case, data: Data) -> Built:
+    """torch.compile of the module with our forward, in a class of its own: that of the library stays as it is."""
+    module: Any = _hf_module(case, data)
+    kind = type(module)
+    record = ledger.Record("gated_mlp", "benchmarks", kind.__name__)
+    switch = Switch()
+    switch.off = None
+    forward = hf_gated_mlp.make_forward(catalogue.forward_of(kind), switch, record)
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    return _of_module(
+        module, torch.compile(module), lambda: "traced " + ", ".join(each.value for each in record.traces)
+    )
+
+
+def _compiled_variant(backend: choose.Backend) -> Arm:
+    variables = {"FUSEPATCH_GATED_MLP_BACKEND": backend.name}
+    return Arm(
+        f"compile_fusepatch_{backend.name}",
+        f"torch.compile of that module with the fused route of the backend {backend.name} in the graph",
+        _compile_ours,
+        packages=backend.packages,
+        devices=("cuda",) if backend.native else ("cpu", "cuda"),
+        layouts=("separate", "packed"),
+        context=lambda case: _accelerated(case, variables, strict=False),
+        compiles=True,
         by_default=False,
     )
 
@@ -437,6 +474,7 @@ ARMS: tuple[Arm, ...] = (
         for backend in choose.BACKENDS
         for route in sorted(backend.routes, key=lambda route: route.rank)
     ),
+    *(_compiled_variant(each) for each in choose.BACKENDS if Route.FUSED in each.routes and not each.whole),
 )
 
 

@@ -7,6 +7,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fusepatch.decline import Reason
+
+PROVOKED_BY_LINEAR_ATTENTION = {
+    Reason.UNKNOWN_ARGUMENT,
+    Reason.OPTION,
+    Reason.UNBOUNDED,
+    Reason.HEAD_SIZE,
+    Reason.NO_GRADIENT,
+    Reason.DISPATCH_DISABLED,
+    Reason.HUB_KERNEL,
+    Reason.LIBRARY_TOO_OLD,
+}
+"""Reasons that only unit/test_linear_attention_shim.py provokes; the rest are those of unit/test_declines.py."""
+
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """|actual - expected|_2 / |expected|_2 in fp64; infinite where anything is not finite."""

@@ -7,9 +7,12 @@ gradient of the wrong function.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .. import arch, selfcheck, settings
+from .. import arch, profiles, selfcheck, settings
 from ..decline import Reason, Route
 
 
@@ -60,10 +63,17 @@ class Backend:
     admits: Callable[[Any, int], bool] = field(default=lambda problem, tokens: True)
     """Whether the kernel was measured to win for this problem and number of tokens; with more tokens at least where it
     is with fewer. Not asked where the user named the backend."""
+    fewest_tokens: int = 1
+    """With fewer than this `admits` is false for every problem."""
     compiled: Callable[[Any, int], bool] = field(default=lambda problem, tokens: True)
     """Whether a launch would neither compile nor allocate plans: what a CUDA-graph capture needs."""
     check: str | None = None
     """The module that checks the kernels on a kind of GPU before they first serve there."""
+    drift: Callable[[], tuple[str, ...]] = field(default=lambda: ())
+    """Where an installed package is not what the backend was written against, in words. Imports nothing of it."""
+    warmed_only: bool = False
+    """Serves only the numbers of tokens that `warmup()` ran, named or not: for a new one it stops the device for long,
+    and keeps what it made for good."""
 
 
 P = TypeVar("P", bound=Problem)
@@ -85,16 +95,21 @@ class Table(Generic[P, B]):
     """The self-check that covers a problem, in words that the op's check.py reads."""
     samples: Callable[[B, Route, torch.device], Sequence[P]]
     """A problem that fits for each self-check there is: what `survey` asks about."""
-    known: dict[tuple[settings.Settings, P, bool], B | Reason] = field(default_factory=dict)
+    known: dict[tuple[settings.Settings, P, bool], B | Reason | _Tuned[B]] = field(default_factory=dict)
     """What was worked out, for choose() to take about 1 us."""
+    fewest: dict[tuple[settings.Settings, torch.device], int] = field(default_factory=dict)
+    """For is_too_few()."""
+    warmed: set[tuple[str, P, int, int]] = field(default_factory=set)
+    """Backend, problem, number of tokens and stream of what `warmup()` ran, for backends that serve nothing else."""
 
 
 KNOWN_LIMIT = 4096
 MOST_TOKENS = 2**40
 
 
+@functools.cache
 def load(backend: Backend) -> ModuleType:
-    """The module with the backend's kernels, imported once."""
+    """The module with the backend's kernels, imported once. Cached, as asking importlib takes 1 us each time."""
     return importlib.import_module(backend.module)
 
 
@@ -105,23 +120,78 @@ def choose(table: Table[P, B], problem: P, tokens: int, tensors: Sequence[Tensor
     `any_size` admits sizes at which the kernel was not measured to win, as naming a backend does.
     """
     key = (settings.current(), problem, any_size)
-    found = table.known.get(key)
-    if found is None:
+    known = table.known.get(key)
+    if known is None:
         if is_capturing(problem.device):
             return Reason.CAPTURE_COLD  # finding out may start a child process and compile
         if len(table.known) >= KNOWN_LIMIT:
             table.known.clear()
-        found = table.known[key] = _for_problem(table, *key)
+        known = table.known[key] = _for_problem(table, *key)
+    found, tuned = known.at(tokens) if isinstance(known, _Tuned) else (known, False)
     if isinstance(found, Reason):
         return found
     if found.byte_alignment > 1 and any(tensor.data_ptr() % found.byte_alignment for tensor in tensors):
         return Reason.ALIGNMENT
     if found.native:
-        if not any_size and key[0].ops[table.op].backend == "auto" and not found.admits(problem, tokens):
+        if not tuned and not any_size and key[0].ops[table.op].backend == "auto" and not found.admits(problem, tokens):
             return Reason.SIZE_NOT_ADMITTED
         if is_capturing(problem.device) and not found.compiled(problem, tokens):
             return Reason.CAPTURE_COLD
+    if found.warmed_only and not _warming.get() and _warm_key(found, problem, tokens) not in table.warmed:
+        return Reason.SIZE_NOT_ADMITTED
     return found
+
+
+def is_too_few(table: Table[P, B], tokens: int, device: torch.device) -> bool:
+    """Whether nothing serves so few tokens on this GPU, whatever the problem. About 0.3 us.
+
+    Where a few tokens are all there is, as in decoding, the host bounds the step: it must not pay for a decision that
+    is known before anything else is looked at.
+    """
+    key = (settings.current(), device)
+    fewest = table.fewest.get(key)
+    if fewest is None:
+        if len(table.fewest) >= KNOWN_LIMIT:
+            table.fewest.clear()
+        fewest = table.fewest[key] = _fewest_tokens(table, *key)
+    return tokens < fewest
+
+
+def _fewest_tokens(table: Table[P, B], current: settings.Settings, device: torch.device) -> int:
+    if current.ops[table.op].backend != "auto":
+        return 1
+    by_table = [
+        backend.fewest_tokens
+        for backend in table.backends()
+        if backend.native and not backend.named_only and not missing(backend) and _has_route(backend, device)
+    ]
+    if not by_table:
+        return 1  # that no kernel is made for this GPU is the better reason
+    return min((*by_table, *profiles.fewest_tokens(table.op, device)))
+
+
+_warming: ContextVar[bool] = ContextVar("fusepatch_warming", default=False)
+
+
+@contextlib.contextmanager
+def warming() -> Iterator[None]:
+    """Within it, and in this thread, every number of tokens counts as warmed up: for `warmup()` alone."""
+    token = _warming.set(True)
+    try:
+        yield
+    finally:
+        _warming.reset(token)
+
+
+def admit(table: Table[P, B], backend: B, problem: P, tokens: int) -> None:
+    """Notes that `warmup()` ran this number of tokens, so that calls on the current stream may be served."""
+    table.warmed.add(_warm_key(backend, problem, tokens))
+
+
+def _warm_key(backend: B, problem: P, tokens: int) -> tuple[str, P, int, int]:
+    # Autograd runs a backward pass, and what is recomputed in it, on the stream of its forward pass.
+    stream = torch.cuda.current_stream(problem.device).cuda_stream if problem.device.type == "cuda" else 0
+    return backend.name, problem, tokens, stream
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -129,8 +199,80 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _for_problem(table: Table[P, B], current: settings.Settings, problem: P, any_size: bool) -> B | Reason:
+@dataclass(frozen=True)
+class _Tuned(Generic[B]):
+    """What `fusepatch tune` found of one problem."""
+
+    steps: tuple[tuple[int, B | Reason | None], ...]
+    """(number of tokens that was measured, what serves from there on up to the next), ascending; None for `table`."""
+    table: B | Reason
+    """What the op's table says: for fewer tokens than any that was measured, too."""
+
+    def at(self, tokens: int) -> tuple[B | Reason, bool]:
+        """What serves so many tokens, and whether that was measured here."""
+        found = None
+        for fewest, served in self.steps:
+            if tokens < fewest:
+                break
+            found = served
+        return (self.table, False) if found is None else (found, True)
+
+
+_asked: ContextVar[list[str] | None] = ContextVar("fusepatch_asked", default=None)
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[list[str]]:
+    """The problems that are asked about within it, in this thread, for the first time under the settings in force."""
+    found: list[str] = []
+    token = _asked.set(found)
+    try:
+        yield found
+    finally:
+        _asked.reset(token)
+
+
+def described(problem: Any) -> str:
+    """A problem in words, by which a profile knows it: all but the device, for whose kind the profile is made."""
+    fields = problem._asdict().items()
+    return " ".join(f"{name}={getattr(value, 'value', value)}" for name, value in fields if name != "device")
+
+
+def _for_problem(table: Table[P, B], current: settings.Settings, problem: P, any_size: bool) -> B | Reason | _Tuned[B]:
     """The part that does not depend on the call, worked out once per problem and `accelerate()`."""
+    seen = _asked.get()
+    if seen is not None:
+        seen.append(described(problem))
+    found = _by_table(table, current, problem, any_size)
+    if any_size or current.ops[table.op].backend != "auto" or found in _NOT_TUNED or problem.device.type != "cuda":
+        return found
+    winners = profiles.winners(table.op, described(problem), problem.device)
+    if not winners:
+        return found
+    steps = tuple((tokens, _tuned(table, problem, name)) for tokens, name in winners)
+    return _Tuned(steps, found)
+
+
+_NOT_TUNED = (Reason.ROUTE_BOUND, Reason.META)
+
+
+def _tuned(table: Table[P, B], problem: P, name: str | None) -> B | Reason | None:
+    """What serves a problem of which the backend `name`, or the library's own code, was measured to be the fastest.
+
+    None where that says nothing of this route: the backend is gone, or serves a faster route, which has declined.
+    """
+    if name is None:
+        return Reason.SIZE_NOT_ADMITTED
+    winner = next((backend for backend in table.backends() if backend.name == name), None)
+    if winner is None:
+        return None
+    if problem.route in winner.routes:
+        return _why_not(table, winner, problem, any_size=True) or winner
+    is_faster = min(route.rank for route in winner.routes) < problem.route.rank
+    return None if is_faster else Reason.SIZE_NOT_ADMITTED
+
+
+def _by_table(table: Table[P, B], current: settings.Settings, problem: P, any_size: bool) -> B | Reason:
     op = current.ops[table.op]
     if op.route is not None and problem.route.rank < op.route.rank:
         return Reason.ROUTE_BOUND
@@ -141,14 +283,19 @@ def _for_problem(table: Table[P, B], current: settings.Settings, problem: P, any
         return _why_not(table, named, problem, any_size=True) or named
     if problem.device.type == "cpu":
         return Reason.CPU
-    reason = Reason.NO_KERNEL
+    reasons = []
     for backend in table.backends():
         if backend.native and not backend.named_only:
             why = _why_not(table, backend, problem, any_size=any_size)
             if why is None:
                 return backend
-            reason = why
-    return reason
+            reasons.append(why)
+    return min(reasons, key=_says_little, default=Reason.NO_KERNEL)
+
+
+def _says_little(reason: Reason) -> int:
+    """First comes what a backend says that is made for the route and the GPU; of several, the most preferred one."""
+    return {Reason.ARCHITECTURE: 1, Reason.NO_KERNEL: 2}.get(reason, 0)
 
 
 def _why_not(table: Table[P, B], backend: B, problem: P, *, any_size: bool) -> Reason | None:
@@ -164,19 +311,14 @@ def _why_not_unchecked(table: Table[P, B], backend: B, problem: P) -> Reason | N
     """The part that no self-check is needed for."""
     if problem.route not in backend.routes:
         return Reason.NO_KERNEL
+    if backend.native and problem.device.type == "cuda" and not _is_made_for(backend, problem.route, problem.device):
+        return Reason.ARCHITECTURE
     if missing(backend):
         return Reason.MISSING_PACKAGE
-    if backend.native:
-        if problem.device.type == "cpu":
-            return Reason.CPU
-        if problem.device.type != "cuda":
-            return Reason.NO_KERNEL
-        capability = torch.cuda.get_device_capability(problem.device)
-        family = arch.ARCHITECTURES.get(capability)
-        if family is None or (problem.route is Route.FUSED and not family.fused):
-            return Reason.ARCHITECTURE
-        if backend.capabilities is not None and capability not in backend.capabilities:
-            return Reason.ARCHITECTURE
+    if backend.drift():
+        return Reason.PACKAGE_DIFFERS
+    if backend.native and problem.device.type != "cuda":
+        return Reason.CPU if problem.device.type == "cpu" else Reason.NO_KERNEL
     if problem.dtype not in backend.dtypes:
         return Reason.DTYPE
     if (reason := table.unfit(backend, problem)) is not None:
@@ -184,6 +326,18 @@ def _why_not_unchecked(table: Table[P, B], backend: B, problem: P) -> Reason | N
     if any(width % backend.width_multiple for width in table.widths(problem)):
         return Reason.ALIGNMENT
     return None
+
+
+def _has_route(backend: Backend, device: torch.device) -> bool:
+    return any(_is_made_for(backend, route, device) for route in backend.routes)
+
+
+def _is_made_for(backend: Backend, route: Route, device: torch.device) -> bool:
+    capability = torch.cuda.get_device_capability(device)
+    family = arch.ARCHITECTURES.get(capability)
+    if family is None or (route is Route.FUSED and not family.fused):
+        return False
+    return backend.capabilities is None or capability in backend.capabilities
 
 
 def missing(backend: Backend) -> tuple[str, ...]:
@@ -216,4 +370,5 @@ def _standing(table: Table[P, B], backend: B, route: Route, device: torch.device
         reason=_why_not_unchecked(table, backend, problems[0]),
         missing=missing(backend),
         checks=() if backend.check is None else tuple(check_of(table, backend, problem) for problem in problems),
+        drift=() if missing(backend) else backend.drift(),
     )

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import fingerprint
 from ..catalogue import Assumed
@@ -84,6 +84,11 @@ def size_of(module: nn.Module) -> tuple[object, ...]:
 def warm(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decision:
     """Runs the route that `module(x)` would take, on dummy data."""
     return gated_mlp.warm(_LAYOUT, module, tokens)
+
+
+def example_input(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Tensor | None:
+    """An input of `module(x)`, for `tune()`."""
+    return gated_mlp.example_input(_LAYOUT, module, tokens)
 
 
 def decide(module: nn.Module, forward: Callable[..., Any], assumed: Assumed) -> Decision:

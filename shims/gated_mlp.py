@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from .. import guard, settings
 from ..catalogue import Assumed
 from ..decline import FUSED, Decision, DeclinedError, Reason, Route, decision, original
-from ..kernels.gated_mlp.choose import Backend, Problem, choose
+from ..kernels.backends import load, warming
+from ..kernels.gated_mlp.choose import Backend, Problem, admit, choose, is_too_few
 from ..kernels.gated_mlp.op import run_act_mul, run_gated_mlp
-from ..ledger import Record, count, count_error, count_trace
+from ..ledger import Record, count, count_error, count_trace, note
 from ..patch import Switch
 from . import activations, traced
 
@@ -81,6 +82,9 @@ def _declined(reason: Reason) -> Verdict:
     return Verdict(original(reason))
 
 
+_TOO_FEW = _declined(Reason.SIZE_NOT_ADMITTED)
+
+
 # ------------------------------------------------------------------------------------------------------- deciding
 
 
@@ -95,11 +99,13 @@ def decide(layout: Layout, module: nn.Module, x: Any) -> Verdict:
         return _declined(Reason.SHAPE)
     if x.numel() == 0:
         return _declined(Reason.ZERO_TOKENS)
+    tokens = x.numel() // x.shape[-1]
+    if x.is_cuda and is_too_few(tokens, x.device):
+        return _TOO_FEW
     activation = read_activation(layout, module)
     if isinstance(activation, Reason):
         # ZeRO-3 hooks everything, and counts on each hook being called.
         return _declined(Reason.ZERO3 if activation is Reason.HOOKS and guard.is_partitioned(module) else activation)
-    tokens = x.numel() // x.shape[-1]
     weights = read_weights(layout, module)
     if isinstance(weights, Reason):
         return _try_pointwise(layout, module, x.dtype, x.device, tokens, activation, weights)
@@ -118,13 +124,15 @@ def decide_module(layout: Layout, module: nn.Module, assumed: Assumed) -> Decisi
     tokens = assumed.tokens
     if tokens == 0:
         return original(Reason.ZERO_TOKENS)
-    activation = read_activation(layout, module)
-    if isinstance(activation, Reason):
-        return original(activation)
     some = next(module.parameters(), None)
     if some is None:
         return original(Reason.STRUCTURE)
     device, dtype = assumed.device or some.device, assumed.dtype or some.dtype
+    if device.type == "cuda" and is_too_few(tokens, device):
+        return original(Reason.SIZE_NOT_ADMITTED)
+    activation = read_activation(layout, module)
+    if isinstance(activation, Reason):
+        return original(activation)
     weights = read_weights(layout, module)
     if isinstance(weights, Reason):
         return _try_pointwise(layout, module, dtype, device, tokens, activation, weights).decision
@@ -140,6 +148,15 @@ def size_of(module: nn.Module) -> tuple[object, ...]:
     return tuple((parameter.shape, parameter.dtype, parameter.device) for parameter in module.parameters())
 
 
+def example_input(layout: Layout, module: nn.Module, tokens: int) -> Tensor | None:
+    """`x [tokens, hidden]` of zeros where the weights are; None where the module does not say its sizes."""
+    some = next(module.parameters(), None)
+    hidden, inner = _sizes(layout, module)
+    if some is None or not hidden or not inner:
+        return None
+    return torch.zeros(tokens, hidden, dtype=some.dtype, device=some.device)
+
+
 def warm(layout: Layout, module: nn.Module, tokens: int) -> Decision:
     """Runs what our kernels do in a call of `module` on `tokens` tokens, forward and backward, on dummy data.
 
@@ -151,7 +168,12 @@ def warm(layout: Layout, module: nn.Module, tokens: int) -> Decision:
         return decide_module(layout, module, Assumed(tokens))
     with torch.enable_grad():
         x = torch.zeros(tokens, hidden, dtype=some.dtype, device=some.device, requires_grad=True)
-        verdict = decide(layout, module, x)
+        with warming():
+            verdict = decide(layout, module, x)
+        if verdict.backend is not None and verdict.backend.warmed_only:
+            if _try_out(verdict, x):
+                return verdict.decision
+            verdict = decide(layout, module, x)
         if verdict.decision.route is Route.ORIGINAL:
             return verdict.decision
         if verdict.decision.route is Route.FUSED:
@@ -172,6 +194,28 @@ def warm(layout: Layout, module: nn.Module, tokens: int) -> Decision:
             out = run_act_mul(backend, gate, up, verdict.activation)
         out.backward(torch.zeros_like(out))  # type: ignore[no-untyped-call]
     return verdict.decision
+
+
+def _try_out(verdict: Verdict, x: Tensor) -> bool:
+    """Whether a backend that serves only what was warmed up can serve this, having run it with gradients and without.
+
+    What it can't serve it says by an exception of its own kind; any other is raised.
+    """
+    backend, weights = verdict.backend, verdict.weights
+    assert backend is not None and weights is not None
+    # All gradients are wanted, so that whatever a call may want is made ready.
+    gate, up, down, *_ = (None if weight is None else weight.detach().requires_grad_() for weight in weights)
+    assert gate is not None and down is not None
+    tensors = (x, gate, up, down, None, None, None)
+    try:
+        out = run_gated_mlp(backend, *tensors, verdict.activation)
+        torch.autograd.grad(out, [t for t in tensors if t is not None], torch.zeros_like(out))
+        with torch.no_grad():
+            run_gated_mlp(backend, *tensors, verdict.activation)
+    except load(backend).not_supported():
+        return False
+    admit(backend, _problem(weights, verdict.activation, x.device, x.dtype), x.shape[0])
+    return True
 
 
 def read_activation(layout: Layout, module: nn.Module) -> str | Reason:
@@ -274,10 +318,15 @@ def choose_fused(
     gate, up, down = weights.gate, weights.up, weights.down
     if gate.dim() != 2 or down.dim() != 2:
         return guard.why_not_plain_linear_weight(down if gate.dim() == 2 else gate)
-    bias = weights.gate_bias is not None or weights.up_bias is not None
-    problem = Problem(Route.FUSED, device, dtype, gate.shape[1], weights.inner, activation, bias)
+    problem = _problem(weights, activation, device, dtype)
     read = (*inputs, gate, down) if up is None else (*inputs, gate, up, down)
     return choose(problem, tokens, *read)
+
+
+def _problem(weights: Weights, activation: str, device: torch.device, dtype: torch.dtype) -> Problem:
+    bias, down_bias = weights.gate_bias is not None or weights.up_bias is not None, weights.down_bias is not None
+    hidden, packed = weights.gate.shape[1], weights.up is None
+    return Problem(Route.FUSED, device, dtype, hidden, weights.inner, activation, bias, packed, down_bias)
 
 
 def _try_pointwise(
@@ -297,7 +346,8 @@ def _try_pointwise(
         dtype = torch.get_autocast_dtype(device.type)
     found = choose(Problem(Route.POINTWISE, device, dtype, hidden, inner, activation, bias=False), tokens)
     if isinstance(found, Reason):
-        return _declined(found)
+        # A backend that has the fused route alone says nothing of this call by not having the other.
+        return _declined(why_not_fused if found is Reason.NO_KERNEL else found)
     return Verdict(decision(Route.POINTWISE, why_not_fused), activation)
 
 
@@ -373,6 +423,8 @@ def make_forward(
         if made.route is Route.POINTWISE:
             return _run_pointwise(layout, self, x, verdict, switch, record)
         count(record, made, self)
+        if verdict.backend.note:  # type: ignore[union-attr]
+            note(record, verdict.backend.note)  # type: ignore[union-attr]
         gate, up, down, gate_bias, up_bias, down_bias = verdict.weights  # type: ignore[misc]
         try:
             return run_gated_mlp(verdict.backend, x, gate, up, down, gate_bias, up_bias, down_bias, verdict.activation)

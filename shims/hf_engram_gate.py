@@ -25,7 +25,7 @@ from ..catalogue import Assumed
 from ..decline import Decision, Reason, Route, decision, original
 from ..kernels.backends import Backend
 from ..kernels.engram_gate.choose import Problem, choose
-from ..kernels.engram_gate.op import SMALLEST_EPS, Call, engram_gate_weight, run_engram_gate
+from ..kernels.engram_gate.op import SMALLEST_EPS, Call, run_engram_gate
 from ..kernels.engram_gate.reference import wide_dtype
 from ..ledger import Record, count, count_error, count_trace
 from ..patch import Switch
@@ -190,9 +190,8 @@ class Verdict(NamedTuple):
 
 
 def _problem(parts: Parts, device: torch.device, dtype: torch.dtype) -> Problem:
-    return Problem(
-        device, dtype, wide_dtype(parts.query_weight.dtype), parts.streams, parts.width, False, "sign", False
-    )
+    weight_dtype = wide_dtype(parts.query_weight.dtype)
+    return Problem(device, dtype, weight_dtype, parts.streams, parts.width, False, "sign", False, rounded=True)
 
 
 def _decide(parts: Parts | Reason, device: torch.device, dtype: torch.dtype, tokens: int) -> Verdict:
@@ -213,8 +212,6 @@ def decide_call(module: nn.Module, x: Any) -> Verdict:
     reason = guard.why_not_plain_call(x)
     if reason is not None:
         return Verdict(original(reason))
-    if torch._C._len_torch_dispatch_stack():
-        return Verdict(original(Reason.DISPATCH_MODE))  # the kernels are no operators of torch, which a mode would see
     if x.layout is not torch.strided or x.is_nested or x.is_neg():
         return Verdict(original(Reason.STRIDES))
     if x.numel() == 0:
@@ -263,6 +260,11 @@ def decide(module: nn.Module, forward: Callable[..., Any], assumed: Assumed) -> 
     return _decide(parts, assumed.device or weight.device, assumed.dtype or weight.dtype, assumed.tokens).decision
 
 
+def example_input(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Tensor | None:
+    """None: the layer takes tokens and a mask beside x, and is not tuned yet."""
+    return None
+
+
 def warm(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decision:
     """Runs the route that the layer would take, forward and backward, on dummy data.
 
@@ -290,11 +292,15 @@ def warm(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decisio
 
 
 def _gated(parts: Parts, backend: Backend, x: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The gated value [B, T, S*D]."""
-    weight = engram_gate_weight(parts.query_weight, parts.key_weight, parts.streams, zero_centred=True)
+    """The gated value [B, T, S*D], with the roundings of the library before the gate."""
+    query_weight, key_weight = (
+        1 + weight.to(wide_dtype(weight.dtype)).view(parts.streams, parts.width)
+        for weight in (parts.query_weight, parts.key_weight)
+    )
     call = Call(backend, parts.eps, residual=False, zero_dot="sign")
     x_BTSD = x.view(*x.shape[:-1], parts.streams, parts.width)
-    return run_engram_gate(call, x_BTSD, key, value, weight, None).flatten(-2)
+    weight = query_weight * key_weight
+    return run_engram_gate(call, x_BTSD, key, value, weight, None, (query_weight, key_weight)).flatten(-2)
 
 
 def _gated_by_the_library(parts: Parts, module: Any, x: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import fingerprint
@@ -154,6 +154,12 @@ def warm(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decisio
     """Runs the route that `module(x)` would take, on dummy data."""
     template = template_of(forward)
     return gated_mlp.warm(template.layout, module, tokens) if template else original(Reason.FORWARD_DIFFERS)
+
+
+def example_input(module: nn.Module, forward: Callable[..., Any], tokens: int) -> Tensor | None:
+    """An input of `module(x)`, for `tune()`."""
+    template = template_of(forward)
+    return gated_mlp.example_input(template.layout, module, tokens) if template else None
 
 
 def decide(module: nn.Module, forward: Callable[..., Any], assumed: Assumed) -> Decision:

@@ -34,6 +34,7 @@ _HOME = {
     "Route": "decline",
     "SettingsError": "settings",
     "parity": "parity_check.check",
+    "tune": "tuning.tune",
     "warmup": "warming",
     "ops": "",
 }
@@ -51,6 +52,7 @@ __all__ = [
     "parity",
     "restore",
     "status",
+    "tune",
     "warmup",
 ]
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from . import patch, settings
-from .decline import Decision
+from .decline import Decision, Reason
 from .ledger import Record
+from .patch import Place, Slot
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,24 @@ class Shim(Protocol):
     def warm(self, module: nn.Module, forward: Callable[..., Any], tokens: int) -> Decision:
         """Runs the route that `decide` gives, forward and backward, on dummy data; returns the decision."""
 
+    def example_input(self, module: nn.Module, forward: Callable[..., Any], tokens: int) -> torch.Tensor | None:
+        """What `module(x)` takes, for `tune()`; None where it is not tuned."""
+
     def decide(self, module: nn.Module, forward: Callable[..., Any], assumed: Assumed) -> Decision:
         """The route that a plain eager call would take, judged from `module` and what is assumed of the rest."""
+
+
+class RegistryShim(Protocol):
+    """What a module in shims/ provides for a function that asks a registry of backends, which has no modules."""
+
+    def wants_module(self, name: str) -> bool:
+        """Whether the function is there once the module `name` is imported."""
+
+    def slots(self, module: ModuleType, op: str) -> list[Slot]:
+        """Where a backend for `op` is registered; nothing where the library has no registry for it."""
+
+    def why_not_reached(self, op: str) -> Reason | None:
+        """Why calls of the library's function, or those of some models, do not reach a registered backend."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,8 @@ class Target:
     distribution: str
     """Name under which it is installed, for its version."""
     shim_module: str
+    in_registry: bool = False
+    """Patched by a backend in the library's own registry, and not by the forwards of classes."""
 
     @property
     def name(self) -> str:
@@ -74,7 +93,16 @@ class Target:
     @property
     def shim(self) -> Shim:
         """The shim, imported on first use; importing it imports no patched library."""
-        return _import_shim(self.shim_module)
+        return cast(Shim, _import_shim(self.shim_module))
+
+    @property
+    def registry_shim(self) -> RegistryShim:
+        """The same, of a target that is patched in a registry."""
+        return cast(RegistryShim, _import_shim(self.shim_module))
+
+    def wants_module(self, name: str) -> bool:
+        """Whether importing the module `name` may bring something to patch."""
+        return (self.registry_shim if self.in_registry else self.shim).wants_module(name)
 
     def version(self) -> str | None:
         """The installed version of the library, None where it is not installed."""
@@ -86,15 +114,21 @@ class Target:
 
 
 @functools.cache
-def _import_shim(name: str) -> Shim:
-    return cast(Shim, importlib.import_module(name))
+def _import_shim(name: str) -> ModuleType:
+    return importlib.import_module(name)
 
 
 TARGETS: tuple[Target, ...] = (
     Target("gated_mlp", "transformers", "transformers", "fusepatch.shims.hf_gated_mlp"),
     Target("gated_mlp", "fla", "flash-linear-attention", "fusepatch.shims.fla_gated_mlp"),
     Target("engram_gate", "transformers", "transformers", "fusepatch.shims.hf_engram_gate"),
+    Target("kda", "fla", "flash-linear-attention", "fusepatch.shims.fla_linear_attention", in_registry=True),
+    Target(
+        "gated_delta_rule", "fla", "flash-linear-attention", "fusepatch.shims.fla_linear_attention", in_registry=True
+    ),
 )
+CLASS_TARGETS = tuple(target for target in TARGETS if not target.in_registry)
+"""Those that patch the forwards of classes, and so have modules."""
 
 
 def targets_of(op: str) -> tuple[Target, ...]:
@@ -117,7 +151,13 @@ def check_ops(ops: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(cast("list[str]", names)))
 
 
-# ------------------------------------------------------------------------------------------------- finding classes
+def ops_meant(ops: object, current: settings.Settings) -> tuple[str, ...]:
+    """The ops that `ops` names; where it is None, those that are on by default or turned on in the environment."""
+    names = check_ops(ops)
+    return names if ops is not None else tuple(name for name in names if current.considers(name))
+
+
+# ---------------------------------------------------------------------------------------- finding what is to patch
 
 
 def forward_of(owner: type) -> Any:
@@ -146,10 +186,19 @@ def owner_of(kind: type) -> type[nn.Module] | None:
     return None
 
 
-def find_in_library(target: Target) -> list[type[nn.Module]]:
-    """Every matching class in the modules of the library that are imported now."""
-    names = [name for name in list(sys.modules) if target.shim.wants_module(name)]
-    return [owner for name in names for owner in find_in_module(target, sys.modules.get(name))]
+def places_in_library(target: Target) -> list[Place]:
+    """What there is to patch in the modules of the library that are imported now."""
+    modules = [sys.modules.get(name) for name in list(sys.modules) if target.wants_module(name)]
+    if target.in_registry:  # a registry whose module is still being imported may not be whole
+        modules = [found for found in modules if not getattr(getattr(found, "__spec__", None), "_initializing", False)]
+    return [place for module in modules for place in places_in_module(target, module)]
+
+
+def places_in_module(target: Target, module: ModuleType | None) -> list[Place]:
+    """What there is to patch in one module of the library."""
+    if not target.in_registry:
+        return list(find_in_module(target, module))
+    return [] if module is None else list(target.registry_shim.slots(module, target.op))
 
 
 def find_in_module(target: Target, module: ModuleType | None) -> list[type[nn.Module]]:
@@ -168,6 +217,8 @@ def find_in_module(target: Target, module: ModuleType | None) -> list[type[nn.Mo
 
 def find_in_model(target: Target, model: nn.Module) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
     """(name, module, class to patch) of every module in `model` whose class matches, whoever wrote the class."""
+    if target.in_registry:
+        return  # a function has no modules: it serves every model or none
     for name, module in model.named_modules():
         owner = owner_of(type(module))
         if owner is not None and target.shim.matches(forward_of(owner)):

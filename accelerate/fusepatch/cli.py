@@ -96,6 +96,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--selfcheck", action="store_true", help="check every native kernel anew on every visible GPU, and remember it"
     )
+    doctor.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="run the self-checks, parity and the benchmark of the gated MLP with every backend that can serve here, "
+        "and write what came of it to FILE (Markdown), to be attached to an issue; up to half an hour",
+    )
     doctor.set_defaults(command=_doctor)
 
     from .parity_check import command as parity_command
@@ -109,6 +116,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parity_command.add_arguments(parity)
     parity.set_defaults(command=lambda options, _: parity_command.main(options))
+
+    from .tuning import command as tuning_command
+
+    tune = commands.add_parser(
+        "tune",
+        help="measure on this GPU which kernels are fastest for a model, and follow that from then on",
+        description=tuning_command.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tuning_command.add_arguments(tune)
+    tune.set_defaults(command=lambda options, _: tuning_command.main(options, _build_on_meta))
 
     run = commands.add_parser(
         "run",
@@ -199,7 +217,19 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
 def _doctor(options: argparse.Namespace, _: list[str]) -> int:
     from . import doctor
 
-    found = doctor.examine(selfcheck=options.selfcheck, tell=lambda line: print(f"fusepatch: {line}", file=sys.stderr))
+    def tell(line: str) -> None:
+        print(f"fusepatch: {line}", file=sys.stderr)
+
+    if options.report is not None:
+        from . import doctor_report
+
+        try:
+            report = doctor_report.write(options.report, tell)
+        except OSError as error:
+            raise CommandError(f"can't write {options.report}: {error.strerror}") from None
+        print(f"written: {options.report}")
+        return report.exit_code
+    found = doctor.examine(selfcheck=options.selfcheck, tell=tell)
     print(json.dumps(found.to_dict(), indent=2) if options.json else found)
     return found.exit_code
 
@@ -222,7 +252,7 @@ def _build_on_meta(model: str, gguf: str | None) -> Any:
     elif model.startswith(("/", ".", "~")) or model.count("/") > 1:  # a name on the hub is `name` or `owner/name`
         raise CommandError(f"{model} does not exist")
     if not importhook.is_installed("transformers"):
-        raise CommandError('explain needs transformers: pip install "fusepatch[hf]"')
+        raise CommandError('needs transformers: pip install "fusepatch[hf]"')
     if gguf is not None and path.is_dir():
         from .demo.weights import check_gguf
 

@@ -88,6 +88,35 @@ class Reason(Enum):
         "remove the global hook when you do not need it",
     )
 
+    UNKNOWN_ARGUMENT = (
+        "unknown-argument",
+        "the call passes an argument that this version does not know, or not as the library's function takes it",
+        "nothing to do: the library's own code knows best what it means",
+    )
+    OPTION = (
+        "option",
+        "the call asks for what the kernel does not do (a chunk size, another scale, negative eigenvalues, "
+        "intermediate states, padded graphs, context parallelism)",
+        "leave the option out where nothing depends on it",
+    )
+    HEAD_SIZE = (
+        "head-size",
+        "no kernel for heads of this width",
+        "nothing to do: the kernels of linear attention are made for heads of 128",
+    )
+    UNBOUNDED = (
+        "unbounded",
+        "the kernel is right only for keys of unit length, write strengths below 1 and log gates between -5 and 0, and "
+        "the call does not promise all three",
+        "where the model may have them: the L2 norm and the sigmoid of beta in the kernel, and `safe_gate` with a "
+        "`lower_bound` of -5 or above",
+    )
+    NO_GRADIENT = (
+        "no-gradient",
+        "no input requires a gradient, and what the backend makes faster is the backward pass",
+        "nothing to do: the forward pass is the library's own either way",
+    )
+
     # How the module is built or held.
     FORWARD_DIFFERS = (
         "forward-differs",
@@ -173,10 +202,33 @@ class Reason(Enum):
         "nothing to do: the pointwise route serves it",
     )
 
+    PACKED_WEIGHT = (
+        "packed-weight",
+        "gate and up lie in one weight, and the kernel takes two",
+        "nothing to do: the pointwise route serves it",
+    )
+
+    # How the library's registry of backends is.
+    DISPATCH_DISABLED = (
+        "dispatch-disabled",
+        "`FLA_DISABLE_BACKEND_DISPATCH=1` was set when the library was imported, so that it asks no backend",
+        "unset the variable and start again",
+    )
+    HUB_KERNEL = (
+        "hub-kernel",
+        "in some model a kernel from the hub (`use_kernels=True`) stands in for the library's function",
+        "load that model without `use_kernels`, or keep it: the two never stack",
+    )
+    LIBRARY_TOO_OLD = (
+        "library-too-old",
+        "the installed release of the library has no registry of backends for the op",
+        "install a newer one: `pip install -U 'flash-linear-attention>=0.5.2'`",
+    )
+
     # What the tensors are.
     DTYPE = ("dtype", "no kernel for this dtype, or the dtypes differ", "use bfloat16 or float16 throughout")
     DEVICE = ("device", "the input and the weights are on different devices", "move them to one device")
-    SHAPE = ("shape", "the shapes do not fit a gated MLP", "nothing to do: the library raises the proper error")
+    SHAPE = ("shape", "the shapes do not fit the op", "nothing to do: the library raises the proper error")
     STRIDES = (
         "strides",
         "the memory layout is not rows of unit stride (or is sparse, or nested)",
@@ -197,7 +249,7 @@ class Reason(Enum):
     CPU = (
         "cpu",
         "the tensors are on a CPU, where the library's own code runs",
-        "set `FUSEPATCH_GATED_MLP_BACKEND=reference` to rehearse on a CPU",
+        "set `FUSEPATCH_<OP>_BACKEND=reference` to rehearse on a CPU",
     )
     NO_KERNEL = ("no-kernel", "no native kernel of this version serves the route on this device", "nothing to do")
     ARCHITECTURE = (
@@ -210,6 +262,11 @@ class Reason(Enum):
         "a package is not installed: the patched library, or what the kernel is written in",
         "install it: the extras are `fusepatch[hf]`, `fusepatch[fla]`, `fusepatch[cuda13]`, `fusepatch[cuda12]`",
     )
+    PACKAGE_DIFFERS = (
+        "package-differs",
+        "an installed package is not what the kernel works with: another version, or its interface changed",
+        "`fusepatch doctor` says what differs",
+    )
     ROUTE_BOUND = (
         "route-bound",
         "`FUSEPATCH_<OP>_ROUTE` allows no faster route than this",
@@ -218,7 +275,8 @@ class Reason(Enum):
     SIZE_NOT_ADMITTED = (
         "size-not-admitted",
         "the kernel has not been measured to win at this size, or it was not warmed up for it",
-        "nothing to do: the route that ran is the faster one as far as is known",
+        "nothing to do: the route that ran is the faster one as far as is known; the backend `cudnn` wants "
+        "`warmup(model, token_counts)`",
     )
     CAPTURE_COLD = (
         "capture-cold",

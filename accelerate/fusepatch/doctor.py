@@ -219,6 +219,7 @@ def examine(
                 "which kernels serve", lambda: _kernels(gpus, torch.version.cuda, selfcheck, tell), nothing
             )
         _judge_checks(it, kernels)
+        _judge_fla(it, gpus)
         cache = _cache(it, current.cache_dir)
         return Diagnosis(
             package=str(Path(__file__).parent),
@@ -439,6 +440,24 @@ def _judge_cutlass(it: _Examination, cuda: str | None) -> None:
             WARNING,
             f"torch is built for CUDA {cuda}, and nvidia-cutlass-dsl is installed without {libraries}",
             f"pip install {_requirement('cuda', cuda)}",
+        )
+
+
+def _judge_fla(it: _Examination, gpus: Sequence[Gpu]) -> None:
+    """FLA refuses the backward pass of its scalar-gated ops on Hopper with those Tritons that compile it wrongly."""
+    triton = _recorded_version("triton")[0] or ""
+    numbers = tuple(int(part) for part in triton.split("+")[0].split(".")[:3] if part.isdigit())
+    if (
+        any(gpu.capability == "9.0" for gpu in gpus)
+        and _recorded_version("flash-linear-attention")[0] is not None
+        and (3, 4) <= numbers < (3, 7, 1)
+        and not importhook.is_installed("tilelang")
+    ):
+        it.add(
+            WARNING,
+            f"flash-linear-attention can't train Gated DeltaNet here: with Triton {triton} on Hopper the backward pass "
+            "of its ops with one gate per head raises (KDA is not concerned)",
+            "pip install -U 'triton>=3.7.1', or pip install tilelang",
         )
 
 

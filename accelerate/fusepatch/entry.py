@@ -21,7 +21,7 @@ from torch import nn
 from . import catalogue, importhook, ledger, logs, patch, settings
 from .catalogue import Target
 from .decline import DeclinedError, Reason
-from .patch import ForwardPatch
+from .patch import BackendPatch, Patch, Place, Slot
 from .report import Status, build_status
 
 log = logging.getLogger("fusepatch")
@@ -32,8 +32,8 @@ class _State:
     """What `accelerate()` has done and `restore()` has to take back. One per process, behind `lock`."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    patches: dict[type[nn.Module], ForwardPatch] = field(default_factory=dict)
-    """By class; kept after `restore()` for their counts, and where somebody else's wrapper still holds our forward."""
+    patches: dict[Place, Patch] = field(default_factory=dict)
+    """By place; kept after `restore()` for their counts, and where somebody else's wrapper still holds our forward."""
     outcomes: dict[str, Reason | None] = field(default_factory=dict)
     """By target name: None where it is on (patched or pending), else why not."""
     whole_library: set[str] = field(default_factory=set)
@@ -62,7 +62,7 @@ class _Plan:
     """What one target would change, resolved and not applied."""
 
     target: Target
-    owners: tuple[type[nn.Module], ...] = ()
+    places: tuple[Place, ...] = ()
     modules: tuple[nn.Module, ...] = ()
     """The modules of `model=`; empty where every instance is meant."""
     reason: Reason | None = None
@@ -93,8 +93,7 @@ def accelerate(
         raise TypeError(f"strict must be True or False, got {strict!r}")
     new_settings = settings.read()
     named = set(names) if ops is not None else set()
-    if ops is None:  # what is off by default, and is not asked for in the environment either, is left as it is
-        names = tuple(name for name in names if new_settings.considers(name))
+    names = catalogue.ops_meant(ops, new_settings)  # the others are left as they are
 
     with _state.lock:
         plans = [
@@ -129,7 +128,7 @@ def restore(ops: str | Sequence[str] | None = None) -> None:
                     _state.outcomes[target.name] = Reason.RESTORED
         _state.named -= set(names)
         _watch_imports()
-        if not _is_on():
+        if not is_on():
             settings.install(None)
             _state.strict = False
     if never_ran:
@@ -181,7 +180,8 @@ def disabled() -> Iterator[None]:
         _shift_disabled(-1)
 
 
-def _is_on() -> bool:
+def is_on() -> bool:
+    """Whether any target is patched, or will be when its library is imported."""
     return any(reason is None for reason in _state.outcomes.values())
 
 
@@ -204,7 +204,7 @@ def settings_in_force() -> Iterator[settings.Settings]:
     """The settings that decisions see now: those of `accelerate()`, or the environment's where it is not on."""
     with _state.lock:
         before = settings.installed()
-        if not _is_on():
+        if not is_on():
             settings.install(settings.read())
         try:
             yield settings.current()
@@ -227,19 +227,19 @@ def _resolve(target: Target, model: nn.Module | None, allowed: bool) -> _Plan:
         return _Plan(target, reason=Reason.ENV_DISABLED)
     if model is not None:
         found = list(catalogue.find_in_model(target, model))
-        owners = tuple(dict.fromkeys(owner for _, _, owner in found))
+        owners = dict.fromkeys(owner for _, _, owner in found)
         modules = tuple(module for _, module, _ in found)
-        return _Plan(target, owners, modules, None if found else Reason.FORWARD_DIFFERS)
+        return _Plan(target, tuple(owners), modules, None if found else Reason.FORWARD_DIFFERS)
     if not importhook.is_installed(target.library):
         return _Plan(target, reason=Reason.MISSING_PACKAGE)
-    return _Plan(target, tuple(catalogue.find_in_library(target)))
+    return _Plan(target, tuple(catalogue.places_in_library(target)))
 
 
 def _check_plans(plans: list[_Plan], named: set[str], model: nn.Module | None) -> None:
     """Raises where what was asked for can't be had at all."""
     live = [plan for plan in plans if plan.reason is not Reason.ENV_DISABLED]
     if model is not None:
-        if live and not any(plan.owners for plan in live):
+        if live and not any(plan.places for plan in live):
             raise ValueError(
                 f"{type(model).__name__} has no module that an op of fusepatch serves. "
                 "print(fusepatch.explain(model)) shows what was looked at, and why each did not match."
@@ -280,8 +280,8 @@ def _apply(plans: list[_Plan], new_settings: settings.Settings, strict: bool, na
                 plan.reason is Reason.MISSING_PACKAGE and _state.outcomes.get(plan.target.name, plan.reason) is not None
             ):
                 _state.outcomes[plan.target.name] = plan.reason
-            for owner in plan.owners:
-                _patch_class(plan.target, owner, plan.modules)
+            for place in plan.places:
+                _patch(plan.target, place, plan.modules)
         for found in _state.patches.values():
             _set_switch(found)
         for plan in plans:
@@ -290,20 +290,20 @@ def _apply(plans: list[_Plan], new_settings: settings.Settings, strict: bool, na
                 _state.whole_library.discard(plan.target.name)
                 _state.outcomes[plan.target.name] = Reason.ENV_DISABLED
         _watch_imports()
-        if _is_on():
+        if is_on():
             _register_exit_report()
     except BaseException:
         _return_to(before)
         _state.patches, _state.outcomes = {**_leftovers(), **before.patches}, before.outcomes
         raise
-    if _is_on() and not _was_on(before):
+    if is_on() and not _was_on(before):
         _forget_counts()
         ledger.watch_first_step(_report_first_step)
 
 
-def _patch_class(target: Target, owner: type[nn.Module], modules: Sequence[nn.Module] = ()) -> None:
-    known = _state.patches.get(owner)
-    found = patch.make(target.op, target.name, target.library, owner, target.shim.make_forward)
+def _patch(target: Target, place: Place, modules: Sequence[nn.Module] = ()) -> None:
+    known = _state.patches.get(place)
+    found = _make(target, place, known)
     newly_on = known is not found or found.switch.off is Reason.RESTORED
     if target.name in _state.whole_library:
         found.switch.only = None
@@ -311,12 +311,21 @@ def _patch_class(target: Target, owner: type[nn.Module], modules: Sequence[nn.Mo
         found.switch.only = weakref.WeakSet(modules)
     elif found.switch.only is not None:
         found.switch.only.update(modules)
-    _state.patches[owner] = found  # first, so that whatever interrupts us here can be undone
+    _state.patches[place] = found  # first, so that whatever interrupts us here can be undone
     patch.apply(found)
     _set_switch(found)
 
 
-def _set_switch(found: ForwardPatch) -> None:
+def _make(target: Target, place: Place, known: Patch | None) -> Patch:
+    """The patch of this place, not applied yet; the earlier one where it is still there."""
+    if not isinstance(place, Slot):
+        return patch.make(target.op, target.name, target.library, place, target.shim.make_forward)
+    if isinstance(known, BackendPatch) and known.slot.backends is place.backends:
+        return known
+    return patch.make_backend(target.op, target.name, target.library, place)
+
+
+def _set_switch(found: Patch) -> None:
     """Brings a patch that is applied in line with the state."""
     if found.switch.off is Reason.RESTORED:
         return
@@ -332,9 +341,7 @@ def _watch_imports() -> None:
 
 
 def _is_wanted(module_name: str) -> bool:
-    return any(
-        target.name in _state.whole_library and target.shim.wants_module(module_name) for target in catalogue.TARGETS
-    )
+    return any(target.name in _state.whole_library and target.wants_module(module_name) for target in catalogue.TARGETS)
 
 
 def _catch_up_with_imports() -> None:
@@ -349,13 +356,13 @@ def _catch_up_with_imports() -> None:
 
 
 def _after_import(module: ModuleType) -> None:
-    """Patches the classes of a module that was just imported. An import never fails because of us."""
+    """Patches what a module brings that was just imported. An import never fails because of us."""
     try:
         with _state.lock:
             for target in catalogue.TARGETS:
-                if target.name in _state.whole_library and target.shim.wants_module(module.__name__):
-                    for owner in catalogue.find_in_module(target, module):
-                        _patch_class(target, owner)
+                if target.name in _state.whole_library and target.wants_module(module.__name__):
+                    for place in catalogue.places_in_module(target, module):
+                        _patch(target, place)
     except Exception:
         log.exception("could not patch %s; it stays as it is", module.__name__)
 
@@ -363,7 +370,7 @@ def _after_import(module: ModuleType) -> None:
 # ---------------------------------------------------------------------------------------------------------- undo
 
 
-def _undo(found: list[ForwardPatch]) -> None:
+def _undo(found: list[Patch]) -> None:
     traced = False
     for applied in reversed(found):
         if applied.switch.off is not Reason.RESTORED:
@@ -394,8 +401,8 @@ def _never_ran(names: Sequence[str]) -> list[str]:
 class _Snapshot:
     """What `_return_to` needs to put the process back to where it was."""
 
-    on: dict[type[nn.Module], tuple[ForwardPatch, frozenset[weakref.ref[nn.Module]] | None]]
-    patches: dict[type[nn.Module], ForwardPatch]
+    on: dict[Place, tuple[Patch, frozenset[weakref.ref[nn.Module]] | None]]
+    patches: dict[Place, Patch]
     outcomes: dict[str, Reason | None]
     whole_library: set[str]
     named: set[str]
@@ -406,10 +413,10 @@ class _Snapshot:
 
 def _snapshot() -> _Snapshot:
     on = {}
-    for owner, found in _state.patches.items():
+    for place, found in _state.patches.items():
         if found.switch.off is not Reason.RESTORED:
             only = found.switch.only
-            on[owner] = (found, None if only is None else frozenset(weakref.ref(module) for module in only))
+            on[place] = (found, None if only is None else frozenset(weakref.ref(module) for module in only))
     return _Snapshot(
         on,
         dict(_state.patches),
@@ -430,13 +437,13 @@ def _return_to(before: _Snapshot) -> None:
     """Undoes what was added since, and puts back what was taken away."""
     if not _was_on(before):
         ledger.end_first_step()
-    _undo([found for owner, found in _state.patches.items() if owner not in before.on])
+    _undo([found for place, found in _state.patches.items() if place not in before.on])
     new = {name: Reason.RESTORED for name, reason in _state.outcomes.items() if reason is None}
     _state.outcomes = {**new, **before.outcomes}
     _state.whole_library, _state.named, _state.strict = set(before.whole_library), set(before.named), before.strict
     settings.install(before.settings)
-    for owner, (found, only) in before.on.items():
-        _state.patches[owner] = found
+    for place, (found, only) in before.on.items():
+        _state.patches[place] = found
         if found.switch.off is Reason.RESTORED:
             patch.apply(found)
         found.switch.only = None if only is None else weakref.WeakSet(m for ref in only if (m := ref()) is not None)
@@ -444,18 +451,18 @@ def _return_to(before: _Snapshot) -> None:
     _watch_imports()
 
 
-def _leftovers() -> dict[type[nn.Module], ForwardPatch]:
+def _leftovers() -> dict[Place, Patch]:
     """Patches that are off, and whose forward somebody else's wrapper holds or may put back."""
     return {
-        owner: found
-        for owner, found in _state.patches.items()
-        if found.switch.off is Reason.RESTORED and vars(owner).get("forward") is not found.original
+        place: found
+        for place, found in _state.patches.items()
+        if found.switch.off is Reason.RESTORED and not found.is_gone()
     }
 
 
 def _forget_counts() -> None:
     """A new start: drops the counts from before the last `restore()`, and the classes that only then were patched."""
-    on = {owner: found for owner, found in _state.patches.items() if found.switch.off is not Reason.RESTORED}
+    on = {place: found for place, found in _state.patches.items() if found.switch.off is not Reason.RESTORED}
     _state.patches = {**_leftovers(), **on}
     for found in _state.patches.values():
         ledger.clear(found.record)

@@ -129,12 +129,12 @@ def _explain_module(name: str, module: nn.Module, assumed: Assumed, current: set
         return None
     forward = catalogue.forward_of(owner)
     in_place = patch.ours_within(vars(owner)["forward"])
-    for target in catalogue.TARGETS:
+    for target in catalogue.CLASS_TARGETS:
         if target.shim.matches(forward):
             made = _decide(target, module, forward, assumed, current, in_place)
             live = in_place is not None and in_place.switch.off is not Reason.RESTORED
             return _row(name, owner, target, made, patched=live)
-    for target in catalogue.TARGETS:
+    for target in catalogue.CLASS_TARGETS:
         if target.shim.looks_alike(module):
             foreign = catalogue.matches_below(target, forward)
             made = original(Reason.FOREIGN_FORWARD if foreign else Reason.FORWARD_DIFFERS)

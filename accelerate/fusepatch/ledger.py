@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from .decline import Decision, Reason, Route
 
 log = logging.getLogger("fusepatch")
@@ -42,16 +44,31 @@ class Record:
     """Times that a compiler traced through, by route of ours, or by the reason why it got the library's code: calls of
     compiled code run no Python and are not counted."""
 
+    captured: dict[Decision, int] = field(default_factory=dict)
+    """Calls while a CUDA graph was being captured: each is a site in a graph, whose replays run no Python."""
+
+    notes: set[str] = field(default_factory=set)
+    """What else there is to say of the kernels that served."""
+
     def native_calls(self) -> int:
-        """Calls that one of our routes served, and traces that it is compiled into."""
+        """Calls that one of our routes served, and the traces and CUDA graphs that it is part of."""
         return self.traces.get(Route.FUSED, 0) + sum(
-            count for made, count in list(self.calls.items()) if made.route is not Route.ORIGINAL
+            count
+            for counts in (self.calls, self.captured)
+            for made, count in list(counts.items())
+            if made.route is not Route.ORIGINAL
         )
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream. Where CUDA was not used yet, that is not asked."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and torch.cuda.is_current_stream_capturing()
 
 
 def count(record: Record, made: Decision, module: object) -> None:
     """Counts one call of `module`, before it runs: what runs may leave by an exception that is no error."""
-    calls = record.calls
+    calls = record.captured if is_capturing() else record.calls
     with _lock:
         first = made not in calls
         calls[made] = 1 if first else calls[made] + 1
@@ -65,6 +82,11 @@ def count_trace(record: Record, what: Reason | Route) -> None:
     """Counts one time that a compiler traced through a patched class."""
     with _lock:
         record.traces[what] = record.traces.get(what, 0) + 1
+
+
+def note(record: Record, what: str) -> None:
+    """Remembers what there is to say of the kernels that serve a call."""
+    record.notes.add(what)
 
 
 def count_error(record: Record, error: BaseException) -> None:
@@ -81,8 +103,10 @@ def clear(record: Record) -> None:
     """Starts the counts of a record anew."""
     with _lock:
         record.calls.clear()
+        record.captured.clear()
         record.errors.clear()
         record.traces.clear()
+        record.notes.clear()
 
 
 # ---------------------------------------------------------------------------------------------- the first step's end

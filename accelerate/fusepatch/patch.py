@@ -1,16 +1,17 @@
-"""The one kind of patch point there is so far: the `forward` of a class.
+"""The kinds of patch points, one record each: the `forward` of a class, and a library's own registry of backends.
 
-Set on the class, so it covers instances built before and after, aliases, copies and pickles. `undo()` puts the very
-object back that was there, and only where ours is still in place; a forward of ours that somebody else captured turns
-into a pass-through.
+A forward is set on the class, so it covers instances built before and after, aliases, copies and pickles. `undo()` puts
+the very object back that was there, and only where ours is still in place; a forward of ours that somebody else
+captured turns into a pass-through. A backend is one entry beside those of others, reached by every captured reference
+to the function that asks the registry; `undo()` takes ours out and leaves the rest.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -54,6 +55,91 @@ class ForwardPatch:
     switch: Switch
     record: Record
 
+    @property
+    def place(self) -> Place:
+        """What is patched: by this the framework finds the patch again."""
+        return self.owner
+
+    def is_in_place(self) -> bool:
+        """Whether the class's forward is exactly ours."""
+        return vars(self.owner).get("forward") is self.replacement
+
+    def put(self) -> None:
+        """Puts our forward in place, unless it is there already, alone or inside another library's wrapper."""
+        if vars(self.owner).get("forward") is self.original:
+            setattr(self.owner, "forward", self.replacement)
+
+    def take_out(self) -> None:
+        """Puts the original back."""
+        setattr(self.owner, "forward", self.original)
+
+    def is_gone(self) -> bool:
+        """Whether the original is back, so that nothing can lead to ours any more but what captured it."""
+        return vars(self.owner).get("forward") is self.original
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for a backend of ours in the registry of one function of a library."""
+
+    function: str
+    """The full name of the function, such as `fla.ops.kda.chunk_kda`."""
+
+    make_backend: Callable[[Switch, Record], Any] = field(compare=False)
+    """The object to register."""
+    backends: dict[str, Any] = field(compare=False, repr=False)
+    """The registry's own dictionary, by the backends' names."""
+    forget: Callable[[], None] = field(compare=False, repr=False)
+    """Drops what the registry noted of ours besides."""
+
+
+Place: TypeAlias = "type[nn.Module] | Slot"
+BACKEND_NAME = "fusepatch"
+"""Ours among the backends of a registry."""
+
+
+@dataclass(frozen=True, eq=False)
+class BackendPatch:
+    """`slot.backends["fusepatch"] = backend`, and how to take it out again."""
+
+    op: str
+    target: str
+    slot: Slot
+    backend: Any
+    switch: Switch
+    record: Record
+
+    @property
+    def place(self) -> Place:
+        """What is patched: by this the framework finds the patch again."""
+        return self.slot
+
+    def is_in_place(self) -> bool:
+        """Whether the registry has our backend."""
+        return self.slot.backends.get(BACKEND_NAME) is self.backend
+
+    def put(self) -> None:
+        """Registers our backend, unless there is one of that name."""
+        self.slot.backends.setdefault(BACKEND_NAME, self.backend)
+
+    def take_out(self) -> None:
+        """Takes it out of the registry."""
+        del self.slot.backends[BACKEND_NAME]
+        self.slot.forget()
+
+    def is_gone(self) -> bool:
+        """Whether nothing can lead to ours any more."""
+        return not self.is_in_place()
+
+
+Patch: TypeAlias = "ForwardPatch | BackendPatch"
+
+
+def make_backend(op: str, target: str, library: str, slot: Slot) -> BackendPatch:
+    """A backend of ours for a function that asks a registry, not registered yet."""
+    switch, record = Switch(), Record(op, library, slot.function)
+    return BackendPatch(op, target, slot, slot.make_backend(switch, record), switch, record)
+
 
 def make(
     op: str,
@@ -92,22 +178,21 @@ def ours_within(function: Any) -> ForwardPatch | None:
     return None
 
 
-def apply(patch: ForwardPatch) -> None:
-    """Puts our forward in place, unless it is there already, alone or inside another library's wrapper."""
-    if vars(patch.owner).get("forward") is patch.original:
-        setattr(patch.owner, "forward", patch.replacement)
+def apply(patch: Patch) -> None:
+    """Puts the patch in place, where it is not, and turns it on."""
+    patch.put()
     patch.switch.off = None
 
 
-def is_in_place(patch: ForwardPatch) -> bool:
-    """Whether the class's forward is exactly ours."""
-    return vars(patch.owner).get("forward") is patch.replacement
+def is_in_place(patch: Patch) -> bool:
+    """Whether exactly ours is in place."""
+    return patch.is_in_place()
 
 
-def undo(patch: ForwardPatch) -> bool:
+def undo(patch: Patch) -> bool:
     """Turns the patch off and puts the original back where ours is in place. False where somebody else's is."""
     patch.switch.off = Reason.RESTORED
-    if not is_in_place(patch):
+    if not patch.is_in_place():
         return False
-    setattr(patch.owner, "forward", patch.original)
+    patch.take_out()
     return True

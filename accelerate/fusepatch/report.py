@@ -9,12 +9,12 @@ from typing import Any
 
 from . import catalogue, settings, table
 from .decline import Reason, Route
-from .patch import ForwardPatch, is_in_place
+from .patch import Patch, is_in_place
 
 
 @dataclass(frozen=True)
 class ClassStatus:
-    """One patched class."""
+    """One patched class, or one function of a library that asks a backend of ours."""
 
     name: str
     state: str
@@ -26,8 +26,12 @@ class ClassStatus:
     """Calls that took a slower route than `fused`, by reason."""
     traces: Mapping[str, int]
     """Times a compiler traced the class's own code, by reason; calls of compiled code can't be counted."""
+    captured: Mapping[str, int]
+    """Sites in CUDA graphs by route: calls while one was captured. Replays run no Python, and can't be counted."""
     errors: Mapping[str, int]
     """Exceptions that left one of our routes, by type. Each was raised."""
+    notes: tuple[str, ...] = ()
+    """What else there is to say of the kernels that served, such as how much more they save."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,12 @@ class TargetStatus:
     state: str
     """`patched`, `pending` (installed, no class of it imported yet), `restored`, or `off`."""
     reason: str | None
-    """Why it is off."""
+    """Why it is off, or why some models' calls do not reach it."""
     fix: str | None
     classes: tuple[ClassStatus, ...]
 
     def total(self, what: str) -> dict[str, int]:
-        """`calls`, `declines`, `traces` or `errors`, summed over the classes."""
+        """`calls`, `declines`, `traces`, `captured` or `errors`, summed over the classes."""
         totals: dict[str, int] = {}
         for each in self.classes:
             for key, count in getattr(each, what).items():
@@ -66,11 +70,12 @@ class Status:
         return dataclasses.asdict(self)
 
     def native_calls(self) -> int:
-        """Calls that one of our routes served, over all targets."""
+        """Calls that one of our routes served, and sites of ours in CUDA graphs, over all targets."""
         return sum(
             count
             for target in self.targets
-            for route, count in target.total("calls").items()
+            for what in ("calls", "captured")
+            for route, count in target.total(what).items()
             if route != Route.ORIGINAL.value
         )
 
@@ -83,6 +88,8 @@ class Status:
             calls, declines = target.total("calls"), target.total("declines")
             text = ", ".join(f"{route} {calls[route]}" for route in _in_order(calls)) or "no calls"
             why = ", ".join(f"{reason} {count}" for reason, count in _most_first(declines))
+            captured = target.total("captured")
+            text += f"; captured, {_sites(captured)}" if captured else ""
             errors = sum(target.total("errors").values())
             patched = sum(each.state == "patched" for each in target.classes)
             parts.append(
@@ -124,6 +131,8 @@ class Status:
                     if reason.value in reasons
                 ),
             ]
+        notes = dict.fromkeys(note for target in self.targets for each in target.classes for note in each.notes)
+        lines += ["", *notes] if notes else []
         return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -131,15 +140,24 @@ class Status:
 
 
 def _anything(each: ClassStatus) -> bool:
-    return bool(each.calls or each.traces or each.errors) or each.state in ("wrapped", "left")
+    return bool(each.calls or each.captured or each.traces or each.errors) or each.state in ("wrapped", "left")
 
 
 def _row(entry: tuple[str, str, ClassStatus]) -> tuple[str, ...]:
     name, state, each = entry
     calls = ", ".join(f"{route} {each.calls[route]}" for route in _in_order(each.calls))
+    if each.captured:
+        calls = "; ".join(filter(None, (calls, f"captured, {_sites(each.captured)}")))
     declines = ", ".join(f"{reason} {count}" for reason, count in _most_first(each.declines))
     rest = ", ".join(f"{what} {count}" for what, count in (*each.traces.items(), *each.errors.items()))
     return name.rpartition(".")[2], state, calls or "none", declines or "none", rest or "none"
+
+
+def _sites(captured: Mapping[str, int]) -> str:
+    """`12 sites`, or by route where the library's own code is in a graph too."""
+    if Route.ORIGINAL.value in captured:
+        return ", ".join(f"{route} {captured[route]}" for route in _in_order(captured)) + " sites"
+    return _plural(sum(captured.values()), "site", "sites")
 
 
 def _in_order(calls: Mapping[str, int]) -> list[str]:
@@ -158,7 +176,7 @@ def _plural(count: int, one: str, many: str) -> str:
 
 
 def build_status(
-    patches: Sequence[ForwardPatch], outcomes: Mapping[str, Reason | None], strict: bool, disabled: bool
+    patches: Sequence[Patch], outcomes: Mapping[str, Reason | None], strict: bool, disabled: bool
 ) -> Status:
     """The report on these patches and targets, at this moment. An op that is off by default and unused is left out."""
     shown = [found for found in catalogue.TARGETS if settings.OPS[found.op].default or found.name in outcomes]
@@ -166,7 +184,7 @@ def build_status(
 
 
 def _target_status(
-    target: catalogue.Target, patches: Sequence[ForwardPatch], outcomes: Mapping[str, Reason | None]
+    target: catalogue.Target, patches: Sequence[Patch], outcomes: Mapping[str, Reason | None]
 ) -> TargetStatus:
     classes = tuple(_class_status(found) for found in patches if found.target == target.name)
     reason = outcomes.get(target.name, Reason.RESTORED)
@@ -176,6 +194,9 @@ def _target_status(
         state = "off"
     else:
         state = "patched" if any(each.state in ("patched", "wrapped") for each in classes) else "pending"
+        reason = target.registry_shim.why_not_reached(target.op) if target.in_registry else None
+        if reason in (Reason.DISPATCH_DISABLED, Reason.LIBRARY_TOO_OLD):
+            state = "off"  # the library is imported, and asks nobody
     return TargetStatus(
         target.name,
         target.library,
@@ -187,18 +208,22 @@ def _target_status(
     )
 
 
-def _class_status(found: ForwardPatch) -> ClassStatus:
+def _class_status(found: Patch) -> ClassStatus:
     record = found.record
     calls: dict[str, int] = {}
+    captured: dict[str, int] = {}
     declines: dict[str, int] = {}
-    for made, count in list(record.calls.items()):
-        calls[made.route.value] = calls.get(made.route.value, 0) + count
-        if made.reason is not None:
-            declines[made.reason.value] = declines.get(made.reason.value, 0) + count
+    for into, counts in ((calls, record.calls), (captured, record.captured)):
+        for made, count in list(counts.items()):
+            into[made.route.value] = into.get(made.route.value, 0) + count
+            if made.reason is not None:
+                declines[made.reason.value] = declines.get(made.reason.value, 0) + count
     in_place = is_in_place(found)
     if found.switch.off is Reason.RESTORED:
         state = "left" if in_place else "restored"
     else:
         state = "patched" if in_place else "wrapped"
     traces = {reason.value: count for reason, count in list(record.traces.items())}
-    return ClassStatus(record.class_name, state, calls, declines, traces, dict(record.errors))
+    return ClassStatus(
+        record.class_name, state, calls, declines, traces, captured, dict(record.errors), tuple(sorted(record.notes))
+    )

@@ -155,8 +155,12 @@ def device_kind(device: torch.device) -> str:
 
 def identity(check: Check, kind: str) -> dict[str, str]:
     """All that a remembered verdict holds for."""
+    return {"check": str(check), **versions(kind)}
+
+
+def versions(kind: str) -> dict[str, str]:
+    """All that what was seen of our kernels on a kind of device depends on."""
     return {
-        "check": str(check),
         "device": kind,
         "driver": driver(),
         "torch": torch.__version__,

@@ -38,8 +38,10 @@ class OpOptions:
 OPS: dict[str, OpOptions] = {
     op.name: op
     for op in (
-        OpOptions("gated_mlp", backends=("triton", "hopper", "reference")),
+        OpOptions("gated_mlp", backends=("triton", "hopper", "cudnn", "triton_gemm", "reference")),
         OpOptions("engram_gate", backends=("triton", "reference"), default=False),
+        OpOptions("kda", backends=("cudnn_hopper", "cudnn_frost", "reference"), default=False),
+        OpOptions("gated_delta_rule", backends=("cudnn_frost", "reference"), default=False),
     )
 }
 

@@ -81,6 +81,17 @@ def test_recomputation_in_an_autograd_thread_takes_the_same_route(
     assert _calls() == {("original" if off else "fused"): 2}
 
 
+def test_few_tokens_decline_before_anything_is_looked_at() -> None:
+    """Whatever else there is to say of the module; and `explain()` says the same."""
+    mlp = tiny_llama_mlp(torch.bfloat16).cuda()
+    mlp.gate_proj.register_forward_hook(lambda *_: None)
+    fusepatch.accelerate()
+    mlp(torch.randn(8, 64, device="cuda", dtype=torch.bfloat16))
+    assert _declines() == {Reason.SIZE_NOT_ADMITTED.value: 1}
+    (row,) = fusepatch.explain(mlp, tokens=8).rows
+    assert row.reason == Reason.SIZE_NOT_ADMITTED.value
+
+
 def test_capture_and_replay_with_changed_inputs(reference_backend: None) -> None:
     mlp = tiny_llama_mlp(torch.bfloat16).cuda()
     fusepatch.accelerate()
@@ -90,6 +101,8 @@ def test_capture_and_replay_with_changed_inputs(reference_backend: None) -> None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = mlp(x)
+        assert fusepatch.status().targets[0].total("captured") == {"fused": 1}
+        assert "captured, 1 site" in fusepatch.status().summary()
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert torch.equal(out, mlp(x))
@@ -108,7 +121,8 @@ def test_cold_kernel_declines_under_capture(monkeypatch: pytest.MonkeyPatch) -> 
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             mlp(x)
     assert _declines() == {Reason.CAPTURE_COLD.value: 1}
-    assert _calls()[Route.ORIGINAL.value] == 1
+    assert _calls() == {"fused": 1}
+    assert fusepatch.status().targets[0].total("captured") == {Route.ORIGINAL.value: 1}
     choose.forget()
 
 

@@ -168,6 +168,17 @@ class _Overwrites(torch.autograd.Function):
         return factor * dout
 
 
+def test_compiled_code_of_ours_beside_the_librarys(capsys: pytest.CaptureFixture[str]) -> None:
+    """Our forward is in the graph, in a class of its own: eager's stays the library's."""
+    arm = BY_NAME["compile_fusepatch_reference"]
+    made = run(arm)
+    assert {figure.arm for figure in made} == {"eager", arm.name}
+    assert "traced fused" in line_of(capsys.readouterr().out, arm.name)
+    with EAGER.context(CASE):
+        built = EAGER.build(CASE, data.make(CASE, 0))
+    assert not hasattr(type(built.forward).forward, "__wrapped__")
+
+
 def not_implemented(case: Case, numbers: Data) -> Built:
     raise NotImplementedError("no kernel for this\nand more")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +39,7 @@ def a_hopper(monkeypatch: pytest.MonkeyPatch):
     """A GPU that looks like one, and nothing remembered."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
     choose.forget()
     yield
     choose.forget()
@@ -71,6 +74,8 @@ def test_every_backend_has_what_its_routes_call(backend: Backend) -> None:
     if backend.packages:
         pytest.importorskip(backend.packages[0])
     names = {FUSED: ("dual_gemm_act", "gemm_dact"), POINTWISE: ("act_mul", "act_mul_backward")}
+    if backend.whole:
+        names[FUSED] = ("gated_mlp", "not_supported")
     for route in backend.routes:
         assert all(callable(getattr(backends.load(backend), name)) for name in names[route])
 
@@ -100,6 +105,93 @@ def test_no_architecture_is_untested() -> None:
     assert set(arch.ARCHITECTURES) == POINTWISE_ON
 
 
+MADE_FOR = {
+    **{capability: {"triton"} for capability in POINTWISE_ON},
+    (9, 0): {"triton", "hopper", "cudnn", "triton_gemm"},
+    (10, 0): {"triton", "cudnn", "triton_gemm"},
+    (10, 3): {"triton", "cudnn", "triton_gemm"},
+}
+
+
+@pytest.fixture
+def all_installed(monkeypatch: pytest.MonkeyPatch, table: Callable[..., None]) -> Callable[..., None]:
+    """The real table on a GPU of some capability, with every package there and every self-check passed."""
+
+    def put(capability: arch.Capability, **changes: Any) -> None:
+        free = {"drift": lambda: (), "why_not": lambda problem: None, "packages": (), **changes}
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(selfcheck, "device_kind", lambda device: f"a GPU {capability}")
+        monkeypatch.setattr(selfcheck, "verdict", lambda check, device: Verdict(Outcome.PASSED))
+        monkeypatch.setattr("fusepatch.kernels.gated_mlp.cudnn.is_as_published", lambda: True)
+        table(*(dataclasses.replace(backend, **free) if backend.native else backend for backend in TABLE))
+
+    return put
+
+
+TABLE = choose.BACKENDS
+
+
+@pytest.mark.parametrize("capability", sorted(POINTWISE_ON | NOWHERE), ids=str)
+def test_which_backends_are_made_for_which_gpu(all_installed: Callable[..., None], capability: arch.Capability) -> None:
+    all_installed(capability)
+    found = [standing for standing in choose.survey(CUDA) if standing.backend != "reference"]
+    assert {s.backend for s in found if s.reason is None} == MADE_FOR.get(capability, set())
+    assert {s.reason for s in found if s.backend not in MADE_FOR.get(capability, set())} <= {Reason.ARCHITECTURE}
+
+
+PUBLISHED = PLAIN._replace(hidden=5120, inner=17408)
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)], ids=str)
+def test_order_on_blackwell(all_installed: Callable[..., None], capability: arch.Capability) -> None:
+    """By itself cuDNN, where its vendor published figures and it was warmed up, and pointwise otherwise."""
+    all_installed(capability, named_only=False)
+    cudnn = next(backend for backend in choose.BACKENDS if backend.name == "cudnn")
+    choose.admit(cudnn, PUBLISHED, 8192)
+    choose.admit(cudnn, PLAIN, 8192)
+
+    def names(problem: Problem, tokens: int) -> list[str | None]:
+        found = [choose.choose(problem._replace(route=route), tokens) for route in (FUSED, POINTWISE)]
+        return [None if isinstance(each, Reason) else each.name for each in found]
+
+    assert names(PUBLISHED, 8192) == ["cudnn" if capability == (10, 0) else None, "triton"]
+    assert choose.choose(PUBLISHED, 16384) is Reason.SIZE_NOT_ADMITTED  # not warmed up
+    assert choose.choose(PLAIN, 8192) is Reason.SIZE_NOT_ADMITTED  # not published
+    assert names(PUBLISHED, 16384) == [None, "triton"]
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)], ids=str)
+@pytest.mark.parametrize("name", ["cudnn", "triton_gemm", "hopper"])
+def test_by_name_at_any_size(all_installed: Callable[..., None], capability: arch.Capability, name: str) -> None:
+    all_installed(capability)
+    read(BACKEND=name)
+    with backends.warming():
+        found = choose.choose(PLAIN, 9)
+    if name not in MADE_FOR[capability]:
+        assert found is Reason.ARCHITECTURE
+    else:
+        assert isinstance(found, Backend)
+        assert found.name == name
+
+
+def test_until_they_have_run_they_serve_only_by_name(all_installed: Callable[..., None]) -> None:
+    """The table as it is: what has run on no GPU is not chosen."""
+    named_only = {backend.name for backend in TABLE if backend.named_only}
+    for capability in FUSED_ON:
+        all_installed(capability)
+        with backends.warming():
+            for problem, tokens in itertools.product((PUBLISHED, PLAIN), (9, 8192)):
+                found = choose.choose(problem, tokens)
+                assert isinstance(found, Reason) or found.name not in named_only
+
+
+def test_the_reason_is_that_of_a_backend_made_for_the_gpu(all_installed: Callable[..., None]) -> None:
+    all_installed((10, 0), named_only=False)
+    assert choose.choose(PLAIN, 9) is Reason.SIZE_NOT_ADMITTED  # and not that Hopper's kernels are for another
+    all_installed((12, 0), named_only=False)
+    assert choose.choose(PLAIN, 9) is Reason.ARCHITECTURE
+
+
 # --------------------------------------------------------------------------------------- reasons, one branch at a time
 
 
@@ -120,6 +212,15 @@ def test_no_architecture_is_untested() -> None:
         *(({}, {"activation": name}, None) for name in choose.ACTIVATIONS),
         ({}, {"bias": True}, Reason.BIAS),
         ({"fused_bias": True}, {"bias": True}, None),
+        ({}, {"down_bias": True}, None),
+        ({"whole": True}, {"down_bias": True}, Reason.BIAS),
+        ({}, {"packed": True}, None),
+        ({"packed": False}, {"packed": True}, Reason.PACKED_WEIGHT),
+        ({"packed": False}, {}, None),
+        ({"activations": ("silu",)}, {"activation": "gelu"}, Reason.ACTIVATION),
+        ({"why_not": lambda problem: Reason.SHAPE}, {}, Reason.SHAPE),
+        ({"drift": lambda: ("something changed",)}, {}, Reason.PACKAGE_DIFFERS),
+        ({"warmed_only": True}, {}, Reason.SIZE_NOT_ADMITTED),
         ({}, {"bias": True, "route": POINTWISE}, None),
         ({"width_multiple": 16}, {}, None),
         ({"width_multiple": 16}, {"hidden": 72}, Reason.ALIGNMENT),
@@ -202,6 +303,51 @@ def test_capture(monkeypatch: pytest.MonkeyPatch, table: Callable[..., None]) ->
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert choose.choose(PLAIN, warm) is cold
     assert choose.choose(PLAIN, 10) is Reason.CAPTURE_COLD
+
+
+# -------------------------------------------------------------------------------------------------- too few tokens
+
+
+def test_few_tokens_are_declined_before_anything_is_looked_at(table: Callable[..., None]) -> None:
+    table(
+        dataclasses.replace(NATIVE, fewest_tokens=100), dataclasses.replace(NATIVE, fewest_tokens=10, named_only=True)
+    )
+    assert choose.is_too_few(99, CUDA)
+    assert not choose.is_too_few(100, CUDA)
+    read(BACKEND="triton")
+    assert not choose.is_too_few(1, CUDA)  # a backend that is named serves any number
+    read()
+    table(dataclasses.replace(NATIVE, fewest_tokens=100), NATIVE)
+    assert not choose.is_too_few(1, CUDA)
+
+
+@pytest.mark.parametrize("changes", [{"packages": ("no_such_package",)}, {"capabilities": frozenset({(10, 0)})}])
+def test_where_nothing_could_serve_the_number_of_tokens_is_not_why(
+    table: Callable[..., None], changes: dict[str, Any]
+) -> None:
+    table(dataclasses.replace(NATIVE, fewest_tokens=100, **changes))
+    assert not choose.is_too_few(1, CUDA)
+    assert choose.choose(PLAIN, 1) in (Reason.MISSING_PACKAGE, Reason.ARCHITECTURE)
+
+
+def test_too_few_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real table: nothing that is declined early would have been admitted, and the limit is not idle."""
+    monkeypatch.setattr(backends, "missing", lambda backend: ())
+    monkeypatch.setattr(selfcheck, "verdict", lambda *_: Verdict(Outcome.PASSED))
+    monkeypatch.setattr(
+        choose, "BACKENDS", tuple(dataclasses.replace(backend, drift=lambda: ()) for backend in choose.BACKENDS)
+    )
+    choose.forget()
+    tokens = 1
+    while choose.is_too_few(tokens, CUDA):
+        tokens += 1
+    assert 1 < tokens < 4096
+    for route, hidden, inner in itertools.product(
+        (FUSED, POINTWISE), (1024, 2048, 4096, 8192), (3072, 14336, 28672, 65536, 2**20)
+    ):
+        problem = PLAIN._replace(route=route, hidden=hidden, inner=inner)
+        assert isinstance(choose.choose(problem, tokens - 1), Reason)
+    assert not isinstance(choose.choose(PLAIN._replace(route=POINTWISE, hidden=8192, inner=65536), tokens), Reason)
 
 
 # ------------------------------------------------------------------------------------------------------------- order

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import os
 import pickle
+import re
 import subprocess
 import sys
 import types
@@ -38,7 +39,7 @@ from fusepatch.catalogue import Assumed
 from fusepatch.decline import Reason, Route
 from fusepatch.kernels.gated_mlp import choose, library, reference
 from fusepatch.shims import activations, hf_gated_mlp
-from support import relative_error, tiny_llama, tiny_llama_mlp
+from support import PROVOKED_BY_LINEAR_ATTENTION, relative_error, tiny_llama, tiny_llama_mlp
 
 FUSED, POINTWISE, ORIGINAL = Route
 PROVOKED: set[Reason] = set()
@@ -796,7 +797,7 @@ def unaligned() -> Tensor:
 
 @provokes(
     Reason.INDEX_RANGE, Reason.ALIGNMENT, Reason.MISSING_PACKAGE, Reason.NO_KERNEL, Reason.SELFCHECK_FAILED,
-    Reason.SELFCHECK_INCONCLUSIVE,
+    Reason.SELFCHECK_INCONCLUSIVE, Reason.PACKAGE_DIFFERS,
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("limits", "route", "reason"),
@@ -807,6 +808,7 @@ def unaligned() -> Tensor:
         ({"width_multiple": 96}, POINTWISE, Reason.ALIGNMENT),
         ({"width_multiple": 64}, ORIGINAL, Reason.ALIGNMENT),
         ({"packages": ("no_such_package",)}, ORIGINAL, Reason.MISSING_PACKAGE),
+        ({"drift": lambda: ("its interface changed",)}, ORIGINAL, Reason.PACKAGE_DIFFERS),
         ({"routes": frozenset({POINTWISE})}, POINTWISE, Reason.NO_KERNEL),
         ({"routes": frozenset({FUSED})}, FUSED, None),
         ({"routes": frozenset()}, ORIGINAL, Reason.NO_KERNEL),
@@ -815,7 +817,7 @@ def unaligned() -> Tensor:
         ({"check": selfcheck.Outcome.INCONCLUSIVE}, ORIGINAL, Reason.SELFCHECK_INCONCLUSIVE),
         ({"check": selfcheck.Outcome.PASSED}, FUSED, None),
     ],
-    ids=str,
+    ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)),
 )
 def test_backend_limits(
     put: Callable[..., None],
@@ -829,6 +831,19 @@ def test_backend_limits(
         limits = {"check": "some.module"}
     put(**limits)
     check(lambda: train(tiny_llama_mlp(), unaligned()), route, reason)
+
+
+@provokes(Reason.PACKED_WEIGHT)
+@pytest.mark.parametrize(
+    ("packed", "route", "reason"), [(True, FUSED, None), (False, POINTWISE, Reason.PACKED_WEIGHT)], ids=str
+)
+def test_gate_and_up_in_one_weight(put: Callable[..., None], packed: bool, route: Route, reason: Reason | None) -> None:
+    from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
+
+    put(packed=packed)
+    torch.manual_seed(0)
+    mlp = Phi3MLP(Phi3Config(hidden_size=64, intermediate_size=96, pad_token_id=0))
+    check(lambda: train(mlp), route, reason)
 
 
 @provokes(Reason.ARCHITECTURE, Reason.SIZE_NOT_ADMITTED, Reason.CAPTURE_COLD)
@@ -1422,4 +1437,4 @@ assert "zero3 1" in fusepatch.status().summary(), fusepatch.status().summary()
 
 
 def test_every_reason_is_provoked() -> None:
-    assert {reason.value for reason in Reason} == {reason.value for reason in PROVOKED}
+    assert {reason.value for reason in Reason} == {reason.value for reason in PROVOKED | PROVOKED_BY_LINEAR_ATTENTION}

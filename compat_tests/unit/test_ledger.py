@@ -126,6 +126,31 @@ class _MeanwhileAnotherThread(dict):
 
 
 # Found: _forget_counts() clears without the lock, so that a call being counted in another thread raises KeyError.
+def test_calls_under_capture_are_sites(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what is counted while a CUDA graph is captured, and what is said of it."""
+    mlp, x = tiny_llama_mlp(), torch.randn(2, 64)
+    fusepatch.accelerate()
+    mlp(x)
+    monkeypatch.setattr(ledger, "is_capturing", lambda: True)
+    for _ in range(3):
+        mlp(x)
+    monkeypatch.undo()
+    found = fusepatch.status()
+    assert (found.targets[0].total("calls"), found.targets[0].total("captured")) == ({"fused": 1}, {"fused": 3})
+    assert found.native_calls() == 4
+    assert "fused 1; captured, 3 sites" in found.summary()
+    assert "fused 1; captured, 3 sites" in str(found)
+    assert found.to_dict()["targets"][0]["classes"][0]["captured"] == {"fused": 3}
+    with fusepatch.disabled():
+        monkeypatch.setattr(ledger, "is_capturing", lambda: True)
+        mlp(x)
+    assert "captured, fused 3, original 1 sites (declined: disabled 1)" in fusepatch.status().summary()
+    monkeypatch.undo()
+    fusepatch.restore()
+    fusepatch.accelerate()
+    assert fusepatch.status().targets[0].total("captured") == {}
+
+
 def test_accelerate_while_a_call_is_counted(reference_backend: None) -> None:
     mlp, stock = tiny_llama_mlp(), LlamaMLP.forward
     fusepatch.accelerate(model=mlp)

@@ -1376,6 +1376,17 @@ def test_the_command_on_a_folder(reference_backend: None, tmp_path: Path, capsys
     assert "native calls: 1 patched (expected 1)" in capsys.readouterr().out
 
 
+def test_the_command_warms_up_where_it_is_asked_to(
+    reference_backend: None, small_models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed: list[int] = []
+    monkeypatch.setattr("fusepatch.warming.warmup", lambda model, tokens: warmed.append(tokens))
+    assert run_command("--config", "llama", "--tokens", 8, "--layers", 1) == 0
+    assert warmed == []
+    assert run_command("--config", "llama", "--tokens", 8, "--layers", 1, "--warmup") == 0
+    assert warmed == [8]
+
+
 def test_the_command_says_that_nothing_was_native(small_models: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("--config", "llama", "--tokens", 8, "--layers", 1) == 3
     assert "FUSEPATCH_GATED_MLP_BACKEND=reference" in capsys.readouterr().out

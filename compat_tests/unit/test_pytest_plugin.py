@@ -175,7 +175,7 @@ CASES = {
     "an unknown op": Case(
         (*ON, "--fusepatch-ops", "gated_mlp,nope"),
         4,
-        ("ERROR: --fusepatch: unknown op 'nope'. Ops: gated_mlp, engram_gate.",),
+        ("ERROR: --fusepatch: unknown op 'nope'. Ops: gated_mlp, engram_gate, kda, gated_delta_rule.",),
     ),
     "a value that a variable does not take": Case(
         (*ON, *named("once")),

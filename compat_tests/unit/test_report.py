@@ -82,7 +82,9 @@ class TestStatus:
             "calls": {"fused": 1},
             "declines": {},
             "traces": {},
+            "captured": {},
             "errors": {},
+            "notes": [],
         }
 
     @pytest.mark.parametrize("state", ["fresh", "on", "model", "restored", "env-disabled", "missing"])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ _SHAPES = ((64, 256), (1, 264), (7, 3, 331))
 _FUSED_SHAPES = ((7, 72, 136), (72, 136, 20488), (4099, 72, 1352), (2055, 2056, 3080))
 """(M, H, I): odd tails everywhere; few tiles and many, with a short K and a long one, so that each way of cutting the
 work up serves one of them, with more than one tile per block."""
+_WHOLE_SHAPES = ((7, 72, 136), (264, 136, 1352))
+"""Of a library's op, which searches for a plan for each GEMM of each."""
 
 
 def run(case: str, device: torch.device, steps: Any) -> list[str]:
@@ -53,48 +56,71 @@ def _pointwise(
 def _fused(backend: choose.Backend, device: torch.device, dtype: torch.dtype, activation: str, steps: Any) -> list[str]:
     generator = torch.Generator().manual_seed(0)
     differences = []
-    for tokens, hidden, inner in _FUSED_SHAPES:
-        for packed in (False, True):
-            steps.reference()
-            # Of unit scale at every place; x and the incoming gradient are rows of wider tensors.
-            x, dout = (torch.randn(tokens, hidden + 8, generator=generator)[:, :hidden] for _ in range(2))
-            gate, up, down = (
-                torch.randn(*shape, generator=generator) * shape[1] ** -0.5
-                for shape in ((inner, hidden), (inner, hidden), (hidden, inner))
-            )
-            wide = (x, *((torch.cat([gate, up]),) if packed else (gate, up)), down, dout)
-            inputs = [torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=device).copy_(t) for t in wide]
-            exact = _fused_results(choose.REFERENCE, [t.double() for t in inputs], activation)
-            plain = _fused_results(choose.REFERENCE, inputs, activation)
-            what = f"{'packed ' if packed else ''}{[tokens, hidden, inner]}"
-            steps.kernel(f"{backend.name} {what} {dtype} {activation}")
-            ours = _fused_results(backend, inputs, activation)
-            differences += [
-                f"{name} of {what}: relative error {error:.2e}, allowed {bound:.2e}"
-                for name, error, bound in _over_bound(ours, plain, exact)
-            ]
+    packings = (False, True) if backend.packed else (False,)
+    biasings = (False, True) if backend.fused_bias else (False,)
+    for shape, packed, biased in itertools.product(_shapes(backend), packings, biasings):
+        steps.reference()
+        made = _made(*shape, packed, biased, generator, apart=0 if backend.whole else 8)
+        inputs = {
+            name: torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=device).copy_(t)
+            for name, t in made.items()
+        }
+        exact = _fused_results(choose.REFERENCE, {name: t.double() for name, t in inputs.items()}, activation)
+        plain = _fused_results(choose.REFERENCE, inputs, activation)
+        what = f"{'packed ' if packed else ''}{'biased ' if biased else ''}{list(shape)}"
+        steps.kernel(f"{backend.name} {what} {dtype} {activation}")
+        ours = _fused_results(backend, inputs, activation)
+        differences += [
+            f"{name} of {what}: relative error {error:.2e}, allowed {bound:.2e}"
+            for name, error, bound in _over_bound(ours, plain, exact)
+        ]
     return differences
 
 
-def _fused_results(backend: choose.Backend, inputs: list[Tensor], activation: str) -> dict[str, Tensor]:
+def _shapes(backend: choose.Backend) -> tuple[tuple[int, int, int], ...]:
+    return _WHOLE_SHAPES if backend.whole else _FUSED_SHAPES
+
+
+def _made(
+    tokens: int, hidden: int, inner: int, packed: bool, biased: bool, generator: torch.Generator, apart: int
+) -> dict[str, Tensor]:
+    """Tensors by the names of the op's parameters, and dout: of unit scale at every place, x and dout with rows that
+    are so much further apart than they are long."""
+    shapes = {"x": (tokens, hidden + apart), "dout": (tokens, hidden + apart), "down_weight": (hidden, inner)}
+    if packed:
+        shapes["gate_up_weight"] = (2 * inner, hidden)
+    else:
+        shapes |= {"gate_weight": (inner, hidden), "up_weight": (inner, hidden)}
+    made = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    for name in made:
+        made[name] = made[name][:, :hidden] if name in ("x", "dout") else made[name] * shapes[name][1] ** -0.5
+    if biased:
+        widths = {"gate_up_bias": 2 * inner} if packed else {"gate_bias": inner, "up_bias": inner}
+        made |= {name: torch.randn(width, generator=generator) for name, width in widths.items()}
+    return made
+
+
+def _fused_results(backend: choose.Backend, inputs: dict[str, Tensor], activation: str) -> dict[str, Tensor]:
     """Output and gradients, with all of them wanted, only that of x, and none: each has kernels of its own."""
-    *tensors, dout = inputs
-    x, *weights = (tensor.detach().requires_grad_() for tensor in tensors)
-    arguments = (*weights[:-1], *((None,) if len(weights) == 2 else ()), weights[-1], None, None, None, activation)
-    out = op.run_gated_mlp(backend, x, *arguments)
-    gradients = torch.autograd.grad(out, (x, *weights), dout)
-    for weight in weights:
-        weight.requires_grad_(False)
-    (dx_alone,) = torch.autograd.grad(op.run_gated_mlp(backend, x, *arguments), x, dout)
-    with torch.no_grad():
-        out_alone = op.run_gated_mlp(backend, x, *arguments)
-    names = (
-        ("d_gate_up_weight", "d_down_weight")
-        if len(weights) == 2
-        else ("d_gate_weight", "d_up_weight", "d_down_weight")
-    )
-    named = dict(zip(("dx", *names), gradients, strict=True))
-    return {"out": out.detach(), **named, "dx alone": dx_alone, "out alone": out_alone}
+    everything = tuple(name for name in inputs if name != "dout")
+    return {
+        **_fused_once(backend, inputs, activation, everything, ""),
+        **_fused_once(backend, inputs, activation, ("x",), " alone"),
+        **_fused_once(backend, inputs, activation, (), " in inference"),
+    }
+
+
+def _fused_once(
+    backend: choose.Backend, inputs: dict[str, Tensor], activation: str, wanted: tuple[str, ...], how: str
+) -> dict[str, Tensor]:
+    given = {name: tensor.detach().requires_grad_(name in wanted) for name, tensor in inputs.items()}
+    gate, up = given.get("gate_up_weight", given.get("gate_weight")), given.get("up_weight")
+    gate_bias, up_bias = given.get("gate_up_bias", given.get("gate_bias")), given.get("up_bias")
+    assert gate is not None
+    out = op.run_gated_mlp(backend, given["x"], gate, up, given["down_weight"], gate_bias, up_bias, None, activation)
+    found = torch.autograd.grad(out, [given[name] for name in wanted], given["dout"]) if wanted else ()
+    named = {"dx" if name == "x" else f"d_{name}": gradient for name, gradient in zip(wanted, found, strict=True)}
+    return {f"{name}{how}": result for name, result in {"out": out.detach(), **named}.items()}
 
 
 def _results(backend: choose.Backend, gate_up: Tensor, dh: Tensor, activation: str, packed: bool) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ class Problem(NamedTuple):
     inner: int
     activation: str
     bias: bool
+    """Of gate and up; the pointwise route never sees one."""
+    packed: bool = False
+    """Whether the fused route is given gate and up in one weight."""
+    down_bias: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,6 +43,16 @@ class Backend(backends.Backend):
 
     fused_bias: bool
     """Whether the fused route takes biases."""
+    packed: bool = True
+    """Whether the fused route takes gate and up in one weight."""
+    activations: tuple[str, ...] = ACTIVATIONS
+    whole: bool = False
+    """Its module has the whole op, an autograd function of its own, in place of the two fused kernels: as `gated_mlp`
+    in cudnn.py. It takes dense rows and no bias at all."""
+    why_not: Callable[[Problem], Reason | None] = field(default=lambda problem: None)
+    """What else of a problem it can't serve. May import the backend's packages."""
+    note: str = ""
+    """What `status()` says where it serves."""
     max_elements: int | None = None
     """The most elements of one tensor that the kernel can index; None for 64-bit indexing."""
 
@@ -48,7 +63,11 @@ def _pointwise_wins(problem: Problem, tokens: int) -> bool:
     H200, whole LlamaMLP in bf16, pointwise over eager: 0.98 to 0.95 forward and 0.99 to 0.96 forward + backward from
     (4096, 2048, 8192) up, 1.11 at half of that, 2.0 at (8192, 1024, 3072), where the host bounds both.
     """
-    return tokens * problem.inner >= 2**25 and problem.hidden >= 1024
+    return tokens >= _FEWEST_POINTWISE and tokens * problem.inner >= 2**25 and problem.hidden >= 1024
+
+
+_FEWEST_POINTWISE = 512
+"""So that a call with fewer can be told at once: 2^25 elements with I 65536, and none larger was measured."""
 
 
 _FUSED_WINS: dict[tuple[int, int], int] = {
@@ -99,6 +118,39 @@ def _hopper_is_compiled(problem: Problem, tokens: int) -> bool:
     return bool(hopper.is_compiled(problem, tokens))
 
 
+def _cudnn_wins(problem: Problem, tokens: int) -> bool:
+    """What NVIDIA published, for B200: the README of cudnn-frontend 1.32, with cuDNN 9.26, at 8192 tokens of this size.
+
+    Not on (10, 3), for which nothing was published, nor on (9, 0), where it runs: there it serves where it is named.
+    """
+    cudnn = importlib.import_module("fusepatch.kernels.gated_mlp.cudnn")
+    is_b200 = torch.cuda.get_device_capability(problem.device) == (10, 0)
+    is_published = (problem.hidden, problem.inner) == (5120, 17408) and tokens >= 8192
+    return is_b200 and is_published and bool(cudnn.is_as_published())
+
+
+def _cudnn_drift() -> tuple[str, ...]:
+    cudnn = importlib.import_module("fusepatch.kernels.gated_mlp.cudnn")
+    found: tuple[str, ...] = cudnn.drift()
+    return found
+
+
+def _cudnn_why_not(problem: Problem) -> Reason | None:
+    cudnn = importlib.import_module("fusepatch.kernels.gated_mlp.cudnn")
+    reason: Reason | None = cudnn.why_not()
+    return reason
+
+
+def _never(problem: Problem, tokens: int) -> bool:
+    """It has been measured nowhere."""
+    return False
+
+
+def _triton_gemm_is_compiled(problem: Problem, tokens: int) -> bool:
+    dual_gemm = importlib.import_module("fusepatch.kernels.gated_mlp.dual_gemm")
+    return bool(dual_gemm.is_compiled(problem, tokens))
+
+
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 BACKENDS: tuple[Backend, ...] = (
@@ -111,6 +163,7 @@ BACKENDS: tuple[Backend, ...] = (
         packages=("triton",),
         check="fusepatch.kernels.gated_mlp.check",
         admits=_pointwise_wins,
+        fewest_tokens=_FEWEST_POINTWISE,
         compiled=_is_compiled,
     ),
     Backend(
@@ -125,12 +178,54 @@ BACKENDS: tuple[Backend, ...] = (
         byte_alignment=16,
         check="fusepatch.kernels.gated_mlp.check",
         admits=_fused_wins,
+        fewest_tokens=min(_FUSED_WINS.values()),
         # The last change, to a race that the self-check found on the H200, was compiled and inspected, and has not run.
         named_only=True,
         compiled=_hopper_is_compiled,
     ),
-    # The op itself takes biases on every route. The fused route declines them until a native kernel takes them, so
-    # that the route taken in a rehearsal on a CPU is the one taken on a GPU.
+    # On Blackwell the first of the fused route that a GPU there can run.
+    Backend(
+        name="cudnn",
+        module="fusepatch.kernels.gated_mlp.cudnn",
+        routes=frozenset({Route.FUSED}),
+        dtypes=frozenset({torch.bfloat16}),
+        fused_bias=False,
+        packed=False,
+        activations=("silu",),
+        whole=True,
+        packages=("cudnn",),
+        drift=_cudnn_drift,
+        why_not=_cudnn_why_not,
+        capabilities=frozenset({(9, 0), (10, 0), (10, 3)}),
+        width_multiple=8,
+        byte_alignment=32,
+        check="fusepatch.kernels.gated_mlp.check",
+        admits=_cudnn_wins,
+        fewest_tokens=8192,
+        # Our side of it has run on no GPU yet.
+        named_only=True,
+        warmed_only=True,
+        compiled=lambda problem, tokens: False,  # it stops the device where a size or a stream is new to it
+        note="cudnn saves gate, up and h for the backward pass: 3*M*I elements for M tokens and intermediate size I, "
+        "where fusepatch's own kernels save 2*M*I",
+    ),
+    Backend(
+        name="triton_gemm",
+        module="fusepatch.kernels.gated_mlp.dual_gemm",
+        routes=frozenset({Route.FUSED}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        fused_bias=True,
+        packages=("triton",),
+        width_multiple=8,
+        byte_alignment=16,
+        check="fusepatch.kernels.gated_mlp.check",
+        admits=_never,
+        # Compiled and inspected for SM90, SM100 and SM103, and run by Triton's interpreter; on no GPU yet.
+        named_only=True,
+        compiled=_triton_gemm_is_compiled,
+    ),
+    # The op itself takes biases on every route. The fused route declines them here, though triton_gemm takes them, so
+    # that the route taken in a rehearsal on a CPU is the one that a GPU takes by itself.
     Backend(
         name="reference",
         module="fusepatch.kernels.gated_mlp.reference",
@@ -146,11 +241,14 @@ REFERENCE = BACKENDS[-1]
 
 
 def _unfit(backend: Backend, problem: Problem) -> Reason | None:
-    if problem.activation not in ACTIVATIONS:
+    if problem.activation not in backend.activations:
         return Reason.ACTIVATION
-    if problem.bias and problem.route is Route.FUSED and not backend.fused_bias:
-        return Reason.BIAS
-    return None
+    if problem.route is Route.FUSED:
+        if (problem.bias and not backend.fused_bias) or (problem.down_bias and backend.whole):
+            return Reason.BIAS
+        if problem.packed and not backend.packed:
+            return Reason.PACKED_WEIGHT
+    return backend.why_not(problem)
 
 
 def _widths(problem: Problem) -> tuple[int, ...]:
@@ -166,7 +264,7 @@ def _samples(backend: Backend, route: Route, device: torch.device) -> list[Probl
     return [
         Problem(route, device, dtype, width, width, activation, bias=False)
         for dtype in sorted(backend.dtypes, key=str)
-        for activation in ACTIVATIONS
+        for activation in backend.activations
     ]
 
 
@@ -178,15 +276,29 @@ _TABLE: backends.Table[Problem, Backend] = backends.Table(
 def choose(problem: Problem, tokens: int, *tensors: Tensor, any_size: bool = False) -> Backend | Reason:
     """The backend that serves `problem` for this many tokens, or why there is none: backends.choose."""
     found = backends.choose(_TABLE, problem, tokens, tensors, any_size)
-    if isinstance(found, Reason) or found.max_elements is None:
+    if isinstance(found, Reason):
+        return found
+    if found.whole and not all(tensor.is_contiguous() for tensor in tensors):
+        return Reason.STRIDES
+    if found.max_elements is None:
         return found
     return Reason.INDEX_RANGE if tokens * max(problem.hidden, 2 * problem.inner) > found.max_elements else found
+
+
+def is_too_few(tokens: int, device: torch.device) -> bool:
+    """Whether nothing serves so few tokens, whatever the problem: backends.is_too_few."""
+    return backends.is_too_few(_TABLE, tokens, device)
 
 
 def for_op(problem: Problem, tokens: int, *tensors: Tensor) -> Backend:
     """As `choose`, for a direct call of the op, which has no library's code to decline to: plain PyTorch serves it."""
     found = choose(problem, tokens, *tensors, any_size=True)
     return found if isinstance(found, Backend) else REFERENCE
+
+
+def admit(backend: Backend, problem: Problem, tokens: int) -> None:
+    """Notes that `warmup()` ran this: backends.admit."""
+    backends.admit(_TABLE, backend, problem, tokens)
 
 
 def survey(device: torch.device) -> tuple[Standing, ...]:
@@ -197,3 +309,5 @@ def survey(device: torch.device) -> tuple[Standing, ...]:
 def forget() -> None:
     """Drops what was worked out so far, for tests that change the table of backends."""
     _TABLE.known.clear()
+    _TABLE.fewest.clear()
+    _TABLE.warmed.clear()

@@ -96,9 +96,9 @@ def serving(problem: Problem) -> str | None:
     A native one only where it is named: none has been measured against compiled code.
     """
     backend = choose(problem, MOST_TOKENS)
-    if isinstance(backend, Reason) or (backend.native and settings.current().ops[OP].backend == "auto"):
+    if isinstance(backend, Reason) or backend.whole:
         return None
-    return backend.name
+    return None if backend.native and settings.current().ops[OP].backend == "auto" else backend.name
 
 
 # --------------------------------------------------------------------------------------------------- the operators

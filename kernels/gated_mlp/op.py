@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ...decline import Route
 from ..autograd import differentiable_once, tie
 from ..backends import load
-from .choose import ACTIVATIONS, Backend, Problem, for_op
+from .choose import ACTIVATIONS, REFERENCE, Backend, Problem, for_op
 
 # ---------------------------------------------------------------------------------------------------- public ops
 
@@ -106,6 +106,7 @@ def run_gated_mlp(
     recompute: bool = False,
 ) -> Tensor:
     """`gated_mlp`, or `gated_mlp_packed` where up_weight is None. With a backend given, the inputs were checked."""
+    out_MH: Tensor
     tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     chosen_here = backend is None
     if backend is None:
@@ -114,6 +115,11 @@ def run_gated_mlp(
         # Called directly the op computes in the dtype it is given; backward passes run without autocast in any case.
         with torch.autocast(x.device.type, enabled=False):
             return run_gated_mlp(backend, *tensors, activation, recompute)
+    if backend.whole:
+        if not recompute:
+            out_MH = load(backend).gated_mlp(rows(x), gate_weight, up_weight, down_weight)
+            return out_MH.view(*x.shape[:-1], down_weight.shape[0])
+        backend = REFERENCE  # what it saves is its own affair
     call = _Call(backend, activation, recompute, packed=up_weight is None)
     # Both are read here and not inside apply(), where grad mode is always off.
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
@@ -122,7 +128,7 @@ def run_gated_mlp(
         x_is_saved, weights_are_saved = needs[1] or needs[2] or recompute, needs[0] or recompute
         is_saved = (x_is_saved, weights_are_saved, weights_are_saved, True, recompute, recompute, True)
         unsaved = [t for t, need, saved in zip(tensors, needs, is_saved, strict=True) if need and not saved]
-        out_MH: Tensor = _GatedMLP.apply(call, tie(*unsaved), *tensors)  # type: ignore[no-untyped-call,arg-type]
+        out_MH = _GatedMLP.apply(call, tie(*unsaved), *tensors)  # type: ignore[no-untyped-call,arg-type]
     else:
         h_MI, _ = call.forward(rows(x), gate_weight, up_weight, gate_bias, up_bias, want_gate_up=False)
         out_MH = F.linear(h_MI, down_weight, down_bias)
@@ -362,7 +368,10 @@ def _check_gated_mlp(tensors: tuple[Tensor | None, ...], activation: str) -> Bac
             )
     if not packed and (gate_bias is None) is not (up_bias is None):
         raise ValueError("gate_bias and up_bias must be given together or not at all")
-    problem = Problem(Route.FUSED, x.device, x.dtype, hidden, inner, activation, bias=gate_bias is not None)
+    has_bias = gate_bias is not None, down_bias is not None
+    problem = Problem(
+        Route.FUSED, x.device, x.dtype, hidden, inner, activation, has_bias[0], packed=packed, down_bias=has_bias[1]
+    )
     return for_op(problem, x.shape[:-1].numel(), *(tensor for tensor in tensors if tensor is not None))
 
 

@@ -54,11 +54,9 @@ def parity(
     What was applied before the call is back in place after it. Raises TypeError or ValueError for arguments of another
     kind, SettingsError for the environment; an exception in the model itself is part of the report.
     """
-    names = catalogue.check_ops(ops)
+    catalogue.check_ops(ops)
     _check(build_or_model, batch, loss, native_calls, seed)
-    environment = settings.read()  # raises now, and not after the first arm
-    if ops is None:
-        names = tuple(name for name in names if environment.considers(name))
+    names = catalogue.ops_meant(ops, settings.read())  # raises now, and not after the first arm
     source = Source(build_or_model, seed)
     options = Options(batch, loss, seed, gradients, poison)
     found = _Found(native_asked=native_calls)

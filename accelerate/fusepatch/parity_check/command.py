@@ -40,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ... (default: %(default)s)")
     parser.add_argument("--ops", help="the ops to judge, separated by commas (default: all that are on by default)")
+    parser.add_argument(
+        "--warmup", action="store_true", help="call warmup() first, as backends need that serve nothing else"
+    )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--all", action="store_true", help="list every tensor, not its kind only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
@@ -54,7 +57,8 @@ def main(options: argparse.Namespace) -> int:
     if options.plot is not None:
         _check_plot(options.plot)
 
-    from .. import catalogue, settings
+    from .. import catalogue, entry, settings
+    from ..warming import warmup
     from . import models
     from .check import parity
 
@@ -77,6 +81,10 @@ def main(options: argparse.Namespace) -> int:
         batch = {"input_ids": ids, "labels": ids, "use_cache": False}
         # A mean over tokens has gradients that fp16 can't hold; the errors are relative, so a factor changes nothing.
         loss = (lambda out: out.loss * 1024) if options.dtype == "fp16" else None
+        if options.warmup:
+            # Of another model: what it is for holds for all modules of one size.
+            with entry.accelerated(ops):
+                warmup(chosen.build(), options.tokens)
         report = parity(chosen.build, batch, ops=ops, loss=loss, seed=options.seed)
     print(report)
     if options.all and report.tensors:
