@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from fusepatch.kernels.engram_gate import sizes  # noqa: E402
 from fusepatch.kernels.engram_gate import triton_kernels as kernels  # noqa: E402
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -23,14 +24,22 @@ pytestmark = pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton bring
 
 CAPABILITIES = pytest.mark.parametrize("capability", [90, 100])
 MOST_REGISTERS = 65536
-MOST_SHARED = 227 * 1024  # per block, SM90 and SM100
+MOST_SHARED, SHARED_OF_DRIVER = 227 * 1024, 1024  # per block, SM90 and SM100
 
 
 @functools.cache
-def compiled(kernel: Any, constants: tuple[tuple[str, Any], ...], warps: int, capability: int) -> Any:
+def compiled(
+    kernel: Any, constants: tuple[tuple[str, Any], ...], warps: int, capability: int, most: int | None = None
+) -> Any:
     """A kernel for bf16 tensors, fp32 weights, aligned as PyTorch aligns them."""
     named = dict(constants)
-    types = {"weight_ptr": "*fp32", "saved_ptr": "*fp32", "partial_ptr": "*fp32", "mask_ptr": "*u8"}
+    types = {
+        "weight_ptr": "*fp32",
+        "key_weight_ptr": "*fp32",
+        "saved_ptr": "*fp32",
+        "partial_ptr": "*fp32",
+        "mask_ptr": "*u8",
+    }
     types |= {"grad_weight_ptr": "*fp32", "eps": "fp32"}
     signature, constant, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -38,10 +47,12 @@ def compiled(kernel: Any, constants: tuple[tuple[str, Any], ...], warps: int, ca
             signature[name], constant[(index,)] = "constexpr", named[name]
             continue
         signature[name] = types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
-        if name.endswith(("_ptr", "_row")) or name == "size":
+        if (name.endswith("_ptr") and name != "mask_ptr") or name == "size":
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constant, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "maxnreg": most}
+    )
 
 
 def machine_code(built: Any, folder: Path) -> list[str]:
@@ -60,31 +71,31 @@ def registers(code: list[str]) -> int:
     return 1 + max(int(number) for line in code for number in re.findall(r"\bR(\d+)\b", line))
 
 
-def forward_of(streams: int, width: int, masked: bool, residual: bool, capability: int) -> tuple[Any, int]:
-    shape = kernels.shape_of(streams, width)
-    constants = {"STREAMS": streams, "WIDTH": width, "HEAD": shape.head, "TAIL": shape.tail}
-    constants |= {"MASKED": masked, "RESIDUAL": residual, "COPYSIGN": residual}
-    built = compiled(kernels._forward_kernel, tuple(constants.items()), shape.forward_warps, capability)
-    return built, shape.forward_warps
+def forward_of(streams: int, width: int, capability: int, **changes: Any) -> tuple[Any, sizes.Shape]:
+    shape = sizes.shape_of(streams, width, weights=2 if changes.get("ROUNDED") else 1)
+    constants = {"STREAMS": streams, "WIDTH": width, "HEAD": shape.head, "TAIL": shape.tail, "MASKED": False}
+    constants |= {"RESIDUAL": True, "COPYSIGN": True, "ROUNDED": False, "TOGETHER": shape.forward_together}
+    constants |= {"STAGES": shape.forward_stages, **changes}
+    kernel, most = kernels._forward_kernel, shape.forward_registers
+    return compiled(kernel, tuple(constants.items()), shape.forward_warps, capability, most), shape
 
 
-def backward_of(streams: int, width: int, weight: bool, residual: bool, capability: int) -> tuple[Any, int]:
-    shape = kernels.shape_of(streams, width)
-    constants = {"STREAMS": streams, "WIDTH": width, "HEAD": shape.head, "TAIL": shape.tail}
-    constants |= {"RESIDUAL": residual, "WANT_WEIGHT": weight, "HELD": shape.held, "STAGES": shape.stages}
-    built = compiled(kernels._backward_kernel, tuple(constants.items()), shape.backward_warps, capability)
-    return built, shape.backward_warps
+def backward_of(streams: int, width: int, capability: int, **changes: Any) -> tuple[Any, sizes.Shape]:
+    shape = sizes.shape_of(streams, width)
+    constants = {"STREAMS": streams, "WIDTH": width, "HEAD": shape.head, "TAIL": shape.tail, "MASKED": False}
+    constants |= {"RESIDUAL": True, "WANT_WEIGHT": True, "HELD": shape.held, "STAGES": shape.backward_stages, **changes}
+    return compiled(kernels._backward_kernel, tuple(constants.items()), shape.backward_warps, capability), shape
 
 
-def check(built: Any, warps: int, folder: Path, architecture: str) -> list[str]:
-    """What holds of each kernel: its target, no spills, no atomics, all that it holds fits, and 64-bit addresses."""
+def check(built: Any, warps: int, folder: Path, architecture: str, programs: int = 1) -> list[str]:
+    """What holds of each kernel: its target, no spills, no atomics, 64-bit addresses, and that so many programs fit."""
     assert architecture in built.asm["ptx"]
     code = machine_code(built, folder)
     found = names(code)
     assert not found.keys() & {"LDL", "STL"}, found
     assert not found.keys() & {"ATOM", "ATOMG", "ATOMS", "RED", "REDG"}, found
-    assert registers(code) * warps * 32 <= MOST_REGISTERS
-    assert built.metadata.shared <= MOST_SHARED
+    assert registers(code) * warps * 32 * programs <= MOST_REGISTERS
+    assert (built.metadata.shared + SHARED_OF_DRIVER) * programs <= MOST_SHARED + SHARED_OF_DRIVER
     addresses = [line for line in code if re.match(r"(LDG|STG)\b", line)]
     assert addresses
     # An address is a pair of registers; a 32-bit offset may be added to one, within a row.
@@ -95,37 +106,50 @@ def check(built: Any, warps: int, folder: Path, architecture: str) -> list[str]:
 TARGETS = {90: ".target sm_90a", 100: ".target sm_100a"}
 
 
+FORWARD = {
+    "": {},
+    "masked": {"MASKED": True},
+    "gated": {"RESIDUAL": False, "COPYSIGN": False},
+    "rounded": {"RESIDUAL": False, "COPYSIGN": False, "ROUNDED": True},
+}
+
+
 @CAPABILITIES
-@pytest.mark.parametrize("residual", [True, False], ids=["residual", "gated"])
-@pytest.mark.parametrize("masked", [True, False], ids=["masked", ""])
+@pytest.mark.parametrize("form", FORWARD)
 @pytest.mark.parametrize("width", [5120, 2048])
-def test_forward(tmp_path: Path, width: int, masked: bool, residual: bool, capability: int) -> None:
-    built, warps = forward_of(4, width, masked, residual, capability)
-    code = check(built, warps, tmp_path, TARGETS[capability])
-    # Rows move 16 bytes at a time. One loop over the streams, in which x and key are loaded once each.
-    loads = [line for line in code if line.startswith("LDG.E") and "EF" in line]
-    rows = 2 * (width // 1024)  # 128 bits of x and key for each 8 elements of each thread
-    assert sum("128" in line for line in loads) <= rows
-    assert len(loads) <= rows + 2
+def test_forward(tmp_path: Path, width: int, form: str, capability: int) -> None:
+    built, shape = forward_of(4, width, capability, **FORWARD[form])
+    code = check(built, shape.forward_warps, tmp_path, TARGETS[capability], shape.forward_programs)
+    # The ring: rows are copied to shared memory ahead of their use, each once, and 16 bytes at a time.
+    found = names(code)
+    assert found["LDGSTS"]
+    assert found["LDG"] <= 8 * (form == "masked")  # of the mask
     assert any(line.startswith("STG.E.128") for line in code)
 
 
+BACKWARD = {
+    "": {},
+    "masked": {"MASKED": True},
+    "gated": {"RESIDUAL": False},
+    "without the weight's gradient": {"WANT_WEIGHT": False},
+}
+
+
 @CAPABILITIES
-@pytest.mark.parametrize("residual", [True, False], ids=["residual", "gated"])
-@pytest.mark.parametrize("weight", [True, False], ids=["with the weight's gradient", ""])
+@pytest.mark.parametrize("form", BACKWARD)
 @pytest.mark.parametrize("width", [5120, 2048])
-def test_backward(tmp_path: Path, width: int, weight: bool, residual: bool, capability: int) -> None:
-    built, warps = backward_of(4, width, weight, residual, capability)
-    code = check(built, warps, tmp_path, TARGETS[capability])
-    # The ring: rows go to shared memory ahead of their use, and only the four saved numbers are loaded directly.
+def test_backward(tmp_path: Path, width: int, form: str, capability: int) -> None:
+    built, shape = backward_of(4, width, capability, **BACKWARD[form])
+    code = check(built, shape.backward_warps, tmp_path, TARGETS[capability], shape.backward_programs)
+    # Only the four saved numbers are loaded directly: those of the first step, and those of the next in the loop.
     assert names(code)["LDGSTS"]
-    assert names(code)["LDG"] == 8  # those of the first step, and those of the next in the loop
+    assert names(code)["LDG"] == 8
 
 
 @CAPABILITIES
 def test_sums_in_memory_are_not_loaded_ahead(tmp_path: Path, capability: int) -> None:
-    built, warps = backward_of(6, 1032, True, True, capability)
-    code = check(built, warps, tmp_path, TARGETS[capability])
+    built, shape = backward_of(6, 1032, capability)
+    code = check(built, shape.backward_warps, tmp_path, TARGETS[capability])
     assert not names(code)["LDGSTS"]
 
 

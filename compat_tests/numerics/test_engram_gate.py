@@ -79,7 +79,7 @@ CASES = {
     "one token, without a leading dimension": ((), 4, 64),
     "one token": ((1,), 4, 64),
     "7 tokens, one stream": ((7,), 1, 40),
-    "65 tokens, three streams": ((65,), 3, 264),
+    "65 tokens, three streams": ((65,), 3, 280),
     "2 x 33 tokens, six streams": ((2, 33), 6, 72),
     "the smallest width": ((129,), 2, 8),
     "the width it is tuned for": ((3,), 4, 5120),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from qwen4_exp import D, Layer, S, config, modeling, on_a_cpu, randomised
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
@@ -23,12 +24,7 @@ from fusepatch.kernels.engram_gate import choose, op
 from fusepatch.shims import hf_engram_gate
 from support import grads_of, is_within_parity, relative_error
 
-modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
-from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig  # noqa: E402
-
-Layer = modeling.Qwen4ExpTextPLELayer
 POINTWISE, ORIGINAL = Route.POINTWISE, Route.ORIGINAL
-S, D, E = 4, 16, 32
 
 
 @pytest.fixture(autouse=True)
@@ -37,34 +33,11 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEPATCH_ENGRAM_GATE_BACKEND", "reference")
 
 
-def config(**overrides: Any) -> Qwen4ExpTextConfig:
-    sizes = {"vocab_size": 128, "hidden_size": D, "num_hidden_layers": 3, "hc_count": S, "hc_lowrank": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "linear_key_head_dim": 8}
-    heads |= {"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-    experts |= {"num_experts": 4, "num_experts_per_tok": 2}
-    ngrams = {"ple_layer_ids": [1, 2], "ple_embed_dim": E, "heads_per_ngram": 2, "ngram_vocab_size_base": 97}
-    ngrams |= {"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "eos_token_id": 0, "pad_token_id": 0}
-    index = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 32}
-    index |= {"indexer_compress_ratio": 4, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
-    return Qwen4ExpTextConfig(**{**sizes, **heads, **experts, **ngrams, **index, "initializer_range": 0.1, **overrides})
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    """What the library starts at 0 or 1 would hide mistakes."""
-    torch.manual_seed(0)
-    for layer in module.modules():
-        if isinstance(layer, Layer):
-            for norm in (layer.norm_key, layer.norm_query, layer.norm_conv):
-                nn.init.normal_(norm.weight, std=0.3)
-            nn.init.normal_(layer.conv1d.weight, std=0.3)
-            nn.init.normal_(layer.ple_embedding.ngram_embedding.weight)
-    return module
-
-
 def tiny_layer(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    return randomised(Layer(config(), 0, 0)).to(dtype)
+    layer = Layer(config(), 0, 0)
+    torch.manual_seed(0)
+    return randomised(layer).to(dtype)
 
 
 def call(dtype: torch.dtype = torch.float32, batch: int = 2, length: int = 7) -> tuple[Tensor, Tensor]:
@@ -174,16 +147,15 @@ def test_the_bf16_layer_is_as_near_to_fp32_as_the_library() -> None:
 
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library calls FLA's Triton kernels where FLA is installed, and those need a GPU."""
-    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"):
-        monkeypatch.setattr(modeling, name, getattr(modeling, name).__wrapped__)
-    monkeypatch.setattr(modeling, "causal_conv1d_update", modeling.causal_conv1d_update.__wrapped__)
+    on_a_cpu(monkeypatch)
 
 
 @pytest.fixture
 def model(plain_torch: None) -> nn.Module:
     torch.manual_seed(0)
-    return randomised(modeling.Qwen4ExpForCausalLM(config()))
+    whole = modeling.Qwen4ExpForCausalLM(config())
+    torch.manual_seed(0)
+    return randomised(whole)
 
 
 def test_a_whole_model(model: nn.Module) -> None:
@@ -417,11 +389,6 @@ def with_global_hook(layer: nn.Module) -> list[Tensor]:
         handle.remove()
 
 
-class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def old_keyword(layer: nn.Module) -> list[Tensor]:
     x, ids = call()
     with pytest.warns(FutureWarning, match="past_key_values"):
@@ -446,7 +413,6 @@ def traced(layer: nn.Module) -> list[Tensor]:
 KINDS_OF_CALL = {
     Reason.FUNCTORCH: vmapped,
     Reason.FORWARD_AD: in_context(forward_ad.dual_level),
-    Reason.DISPATCH_MODE: in_context(Mode),
     Reason.AUTOCAST: in_context(lambda: torch.autocast("cpu", torch.bfloat16)),
     Reason.GLOBAL_HOOKS: with_global_hook,
     Reason.DISABLED: in_context(fusepatch.disabled),
@@ -460,6 +426,28 @@ KINDS_OF_CALL = {
 def test_kinds_of_call(reason: Reason) -> None:
     layer = tiny_layer()
     check(lambda: KINDS_OF_CALL[reason](layer), ORIGINAL, reason)
+
+
+def test_dispatch_modes_see_operators() -> None:
+    seen = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    layer = tiny_layer()
+    plain = train(layer)
+    fusepatch.accelerate("engram_gate")
+    outside = train(layer)
+    with Mode():
+        inside = train(layer)
+    assert counted() == {("pointwise", "no-kernel"): 2}
+    assert all(torch.equal(one, other) for one, other in zip(inside, outside, strict=True))
+    assert all(relative_error(one, other) < 1e-5 for one, other in zip(inside, plain, strict=True))
+    assert [name for name in seen if "fusepatch" in name] == [
+        "fusepatch.engram_gate.default", "fusepatch.engram_gate_backward.default"
+    ]  # fmt: skip
 
 
 def test_compiling() -> None:

@@ -26,14 +26,16 @@ class Shape:
     zero_dot: str
     masked: bool
     eps: float
+    rounded: bool = False
 
 
 _SHAPES = (
     Shape(1, 4, 5120, True, "copysign", False, 1e-20),  # a head and a tail of powers of two
-    Shape(11, 4, 264, True, "copysign", True, 1e-20),  # a tail that ends inside its block; a mask
-    Shape(301, 1, 64, False, "sign", False, 1e-6),  # several tokens per program on any GPU; one stream
+    Shape(11, 4, 280, True, "copysign", True, 1e-20),  # a tail that ends inside its block; a mask
+    Shape(2500, 1, 64, False, "sign", False, 1e-6),  # several tokens per program on any GPU; one stream
     Shape(7, 3, 8, False, "copysign", True, 1e-6),  # the smallest width
     Shape(5, 6, 1032, True, "sign", False, 1e-6),  # more streams than registers hold sums for
+    Shape(9, 4, 88, False, "sign", False, 1e-6, True),  # query and key rounded apart
 )
 
 
@@ -102,7 +104,11 @@ def _results(
     """Output and gradients: with all of them wanted, and each alone, which other launches make."""
     call = op.Call(backend, shape.eps, shape.residual, shape.zero_dot)
     x, kv, weight = (t.detach().requires_grad_() for t in inputs)
-    out = op.run_engram_gate(call, x, kv, None, weight, mask)
+    norms = None
+    if shape.rounded:
+        norms = weight.detach(), 1 + 0.5 * (weight.detach().flip(0) - 1)
+        weight = (norms[0] * norms[1]).requires_grad_()
+    out = op.run_engram_gate(call, x, kv, None, weight, mask, norms)
     named = {"x": x, "kv": kv, "weight": weight}
     gradients = torch.autograd.grad(out, list(named.values()), grad_out)
     found = {"out": out.detach(), **{f"grad_{n}": g for n, g in zip(named, gradients, strict=True)}}
@@ -110,7 +116,7 @@ def _results(
         for other in named.values():
             other.requires_grad_(other is leaf)
         (found[f"grad_{only} alone"],) = torch.autograd.grad(
-            op.run_engram_gate(call, x, kv, None, weight, mask), leaf, grad_out
+            op.run_engram_gate(call, x, kv, None, weight, mask, norms), leaf, grad_out
         )
     return found
 

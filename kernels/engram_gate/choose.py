@@ -28,6 +28,8 @@ class Problem(NamedTuple):
     residual: bool
     zero_dot: str
     masked: bool
+    rounded: bool = False
+    """Whether query and key are rounded apart (reference.py)."""
 
     @property
     def route(self) -> Route:
@@ -42,7 +44,7 @@ def _not_measured(problem: Problem, tokens: int) -> bool:
 
 def _is_compiled(problem: Problem, tokens: int) -> bool:
     kernels = importlib.import_module("fusepatch.kernels.engram_gate.triton_kernels")
-    return bool(kernels.is_compiled(*problem[1:]))
+    return bool(kernels.is_compiled(*problem))
 
 
 BACKENDS: tuple[Backend, ...] = (

@@ -13,6 +13,7 @@ projection returns them; its gradient is one tensor of that shape.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,12 @@ def engram_gate(
     of exactly 0 is taken: `copysign` by its sign bit (DeepSeek-V4.1), `sign` as 0, so that the gate is 0.5 (Hugging
     Face, TileKernels). Raises ValueError for shapes, dtypes, devices or options that do not fit.
     """
-    call = _check(x, kv, weight, token_mask, eps, residual, zero_dot)
+    problem = _check(x, kv, weight, token_mask, eps, residual, zero_dot)
+    if torch.compiler.is_compiling():
+        from . import library
+
+        return library.traced(problem, x, kv, weight, token_mask, eps)
+    call = Call(for_op(problem, x.shape[:-2].numel()), float(eps), residual, zero_dot)
     return run_engram_gate(call, x, kv, None, weight, token_mask)
 
 
@@ -72,6 +78,9 @@ def engram_gate_weight(query_weight: Tensor, key_weight: Tensor, streams: int, *
 # ------------------------------------------------------------------- the same, for callers that chose a backend
 
 
+Norms = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class Call:
     """What of a call is no tensor."""
@@ -83,28 +92,38 @@ class Call:
 
 
 def run_engram_gate(
-    call: Call, x: Tensor, key: Tensor, value: Tensor | None, weight: Tensor, token_mask: Tensor | None
+    call: Call,
+    x: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    weight: Tensor,
+    token_mask: Tensor | None,
+    norms: Norms | None = None,
 ) -> Tensor:
     """`engram_gate` of key [..., S*D] and value [..., D], or of both packed in key where value is None.
 
-    The inputs were checked.
+    With `norms`, the weights of the norms of query and key, each [S, D], whose product is `weight`, both are rounded to
+    the dtype of x after their norms (reference.py); gradients go to `weight` alone. The inputs were checked.
     """
     # Read here and not inside apply(), where grad mode is always off.
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, key, value, weight)):
         # What needs a gradient and is not saved (see _EngramGate.forward): no first derivative reads it.
-        needs = _Needs.of(call, x.requires_grad, key.requires_grad, value, weight.requires_grad)
+        needs = Needs.of(x.requires_grad, key.requires_grad, value, weight.requires_grad)
         unsaved = (weight,) if weight.requires_grad and not needs.saves_weight else ()
         if value is not None and value.requires_grad and not needs.past_gate:
             unsaved = (*unsaved, value)
-        out_MSD: Tensor = _EngramGate.apply(call, tie(*unsaved), x, key, value, weight, token_mask)  # type: ignore[no-untyped-call]
+        query_weight, key_weight = (None, None) if norms is None else (norm.detach() for norm in norms)
+        out_MSD: Tensor = _EngramGate.apply(  # type: ignore[no-untyped-call]
+            call, tie(*unsaved), x, key, value, weight, token_mask, query_weight, key_weight
+        )
     else:
-        out_MSD, _ = _forward(call, x, key, value, weight, token_mask)
+        out_MSD, _ = _forward(call, x, key, value, weight, token_mask, norms)
     # Out here, since autograd lets nobody write to a view that was made inside a Function.
     return out_MSD.view(x.shape)
 
 
 @dataclass(frozen=True)
-class _Needs:
+class Needs:
     """Which gradients are wanted. In packed form one tensor is key and value."""
 
     x: bool
@@ -113,8 +132,9 @@ class _Needs:
     weight: bool
 
     @staticmethod
-    def of(call: Call, x: bool, key: bool, value: Tensor | bool | None, weight: bool) -> _Needs:
-        return _Needs(x, key, key if value is None else bool(getattr(value, "requires_grad", value)), weight)
+    def of(x: bool, key: bool, value: Tensor | bool | None, weight: bool) -> Needs:
+        """For the tensor that is the value, whether one is wanted; None where it is packed in key."""
+        return Needs(x, key, key if value is None else bool(getattr(value, "requires_grad", value)), weight)
 
     @property
     def past_gate(self) -> bool:
@@ -123,11 +143,39 @@ class _Needs:
 
     @property
     def saves_weight(self) -> bool:
+        """Whether a gradient reads the weight."""
         return self.x or self.key
 
 
+_dispatch_stack = torch._C._len_torch_dispatch_stack
+
+
 def _forward(
-    call: Call, x: Tensor, key: Tensor, value: Tensor | None, weight: Tensor, token_mask: Tensor | None
+    call: Call,
+    x: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    weight: Tensor,
+    token_mask: Tensor | None,
+    norms: Norms | None,
+) -> tuple[Tensor, Tensor]:
+    """`forward` by the chosen kernels; as an operator of torch where a dispatch mode looks on."""
+    if _dispatch_stack():
+        from . import library
+
+        return library.forward(call, x, key, value, weight, token_mask, norms)
+    return forward(load(call.backend), call, x, key, value, weight, token_mask, norms)
+
+
+def forward(
+    kernels: Any,
+    call: Call,
+    x: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    weight: Tensor,
+    token_mask: Tensor | None,
+    norms: Norms | None,
 ) -> tuple[Tensor, Tensor]:
     """out [M, S, D] and saved [M, S, 4]."""
     streams, width = x.shape[-2:]
@@ -137,15 +185,17 @@ def _forward(
     out_MSD = torch.empty(tokens, streams, width, dtype=x.dtype, device=x.device)
     saved_MS4 = torch.empty(tokens, streams, 4, dtype=wide_dtype(x.dtype), device=x.device)
     mask_M = None if token_mask is None else token_mask.reshape(-1).contiguous()
-    load(call.backend).engram_forward(
-        x_MSD, key_MSD, value_MD, weight.contiguous(), mask_M, call.eps, call.residual, call.zero_dot,
-        out_MSD=out_MSD, saved_MS4=saved_MS4,
+    weight_SD, key_weight_SD = (weight, None) if norms is None else norms
+    kernels.engram_forward(
+        x_MSD, key_MSD, value_MD, _dense(weight_SD), mask_M, call.eps, call.residual, call.zero_dot,
+        out_MSD=out_MSD, saved_MS4=saved_MS4, key_weight_SD=None if key_weight_SD is None else _dense(key_weight_SD),
     )  # fmt: skip
     return out_MSD, saved_MS4
 
 
 class _EngramGate(Function):
-    """Inputs: call, a tie to what is not saved (for second derivatives), x, key, value, weight, token_mask."""
+    """Inputs: call, a tie to what is not saved (for second derivatives), x, key, value, weight, token_mask, and the two
+    weights that are rounded apart, or None."""
 
     @staticmethod
     def forward(
@@ -157,11 +207,14 @@ class _EngramGate(Function):
         value: Tensor | None,
         weight: Tensor,
         token_mask: Tensor | None,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
     ) -> Tensor:
-        _, _, need_x, need_key, need_value, need_weight, _ = ctx.needs_input_grad
-        needs = _Needs.of(call, need_x, need_key, None if value is None else need_value, need_weight)
-        out_MSD, saved_MS4 = _forward(call, x, key, value, weight, token_mask)
-        ctx.call, ctx.needs, ctx.packed = call, needs, value is None
+        _, _, need_x, need_key, need_value, need_weight, *_ = ctx.needs_input_grad
+        needs = Needs.of(need_x, need_key, None if value is None else need_value, need_weight)
+        norms = None if query_weight is None or key_weight is None else (query_weight, key_weight)
+        out_MSD, saved_MS4 = _forward(call, x, key, value, weight, token_mask, norms)
+        ctx.call, ctx.needs, ctx.packed, ctx.masked = call, needs, value is None, token_mask is not None
         ctx.shapes = (x.shape, key.shape, None if value is None else value.shape)
         ctx.weight_dtype = weight.dtype
         # One slot per tensor, None where no wanted gradient reads it, so that updating one in place raises in exactly
@@ -179,40 +232,73 @@ class _EngramGate(Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: tuple[Any, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
-        needs: _Needs = ctx.needs
+        needs: Needs = ctx.needs
         x, key, value, weight, saved_MS4, _ = saved
-        x_shape, key_shape, value_shape = ctx.shapes
-        streams, width = x_shape[-2:]
-        grad_out_MSD = _tokens(grad_out, streams, width)
-        key_MSD, value_MD = (None, None) if key is None else _keys_and_value(key, value, streams, width)
+        arguments = (
+            needs, ctx.packed, ctx.shapes, ctx.weight_dtype, ctx.call.residual, ctx.masked,
+            grad_out, x, key, value, weight, saved_MS4,
+        )  # fmt: skip
+        if _dispatch_stack():
+            from . import library
 
-        def new(*shape: int, dtype: torch.dtype = grad_out.dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=grad_out.device)
-
-        grad_x = new(*x_shape) if needs.x else None
-        grad_key = new(*key_shape) if needs.key else None
-        grad_value = new(*value_shape) if not ctx.packed and needs.value else None
-        grad_weight = new(streams, width, dtype=ctx.weight_dtype) if needs.weight else None
-        if ctx.packed and grad_key is not None:
-            grad_key_MSD, grad_value_MD = _keys_and_value(grad_key, None, streams, width)
+            gradients = library.backward(ctx.call.backend.name, *arguments)
         else:
-            grad_key_MSD = None if grad_key is None else _tokens(grad_key, streams, width)  # type: ignore[assignment]
-            grad_value_MD = None if grad_value is None else _rows(grad_value)  # type: ignore[assignment]
-        load(call.backend).engram_backward(
-            grad_out_MSD,
-            None if x is None else _tokens(x, streams, width),
-            key_MSD,
-            value_MD,
-            None if weight is None else weight.contiguous(),
-            saved_MS4,
-            call.residual,
-            grad_x_MSD=None if grad_x is None else _tokens(grad_x, streams, width),
-            grad_key_MSD=grad_key_MSD,
-            grad_value_MD=grad_value_MD,
-            grad_weight_SD=grad_weight,
-        )
-        return None, None, grad_x, grad_key, grad_value, grad_weight, None
+            gradients = backward(load(ctx.call.backend), *arguments)
+        return None, None, *gradients, None, None, None
+
+
+def backward(
+    kernels: Any,
+    needs: Needs,
+    packed: bool,
+    shapes: Sequence[Sequence[int] | None],
+    weight_dtype: torch.dtype,
+    residual: bool,
+    masked: bool,
+    grad_out: Tensor,
+    x: Tensor | None,
+    key: Tensor | None,
+    value: Tensor | None,
+    weight: Tensor | None,
+    saved_MS4: Tensor,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, key, value and weight that `needs` asks for; `shapes` are those of x, key and value."""
+    x_shape, key_shape, value_shape = shapes
+    assert x_shape is not None and key_shape is not None
+    streams, width = x_shape[-2:]
+    grad_out_MSD = _tokens(grad_out, streams, width)
+    key_MSD, value_MD = (None, None) if key is None else _keys_and_value(key, value, streams, width)
+
+    def new(shape: Sequence[int] | None, dtype: torch.dtype = grad_out.dtype) -> Tensor:
+        assert shape is not None
+        return torch.empty(shape, dtype=dtype, device=grad_out.device)
+
+    grad_x = new(x_shape) if needs.x else None
+    grad_key = new(key_shape) if needs.key else None
+    grad_value = new(value_shape) if not packed and needs.value else None
+    grad_weight = new((streams, width), weight_dtype) if needs.weight else None
+    grad_key_MSD: Tensor | None
+    grad_value_MD: Tensor | None
+    if packed and grad_key is not None:
+        grad_key_MSD, grad_value_MD = _keys_and_value(grad_key, None, streams, width)
+    else:
+        grad_key_MSD = None if grad_key is None else _tokens(grad_key, streams, width)
+        grad_value_MD = None if grad_value is None else _rows(grad_value)
+    kernels.engram_backward(
+        grad_out_MSD,
+        None if x is None else _tokens(x, streams, width),
+        key_MSD,
+        value_MD,
+        None if weight is None else _dense(weight),
+        saved_MS4,
+        residual,
+        masked,
+        grad_x_MSD=None if grad_x is None else _tokens(grad_x, streams, width),
+        grad_key_MSD=grad_key_MSD,
+        grad_value_MD=grad_value_MD,
+        grad_weight_SD=grad_weight,
+    )
+    return grad_x, grad_key, grad_value, grad_weight
 
 
 def _keys_and_value(key: Tensor, value: Tensor | None, streams: int, width: int) -> tuple[Tensor, Tensor]:
@@ -229,21 +315,37 @@ def split_keys(rows: Tensor, streams: int) -> Tensor:
 
 
 def _tokens(t: Tensor, streams: int, width: int) -> Tensor:
-    """`t [..., S, D]` or `[..., S*D]` as `[M, S, D]` that is dense within a token: a view where it can be one."""
+    """`t [..., S, D]` or `[..., S*D]` as `[M, S, D]` that kernels can read: a view where it can be one."""
     tokens = t.numel() // (streams * width)
     found = t.reshape(tokens, streams, width)
     is_dense = found.stride()[1:] == (width, 1) or (streams == 1 and found.stride(2) == 1)
-    return found if is_dense and _rows_are_apart(found) else found.contiguous()
+    return found if is_dense and _can_be_read(found) else _copy(found)
 
 
 def _rows(t: Tensor) -> Tensor:
-    """`t [..., W]` as `[M, W]` rows of unit inner stride: a view where the layout allows it, else a copy."""
+    """`t [..., W]` as `[M, W]` rows that kernels can read: a view where the layout allows it, else a copy."""
     rows = t.reshape(t.numel() // t.shape[-1], t.shape[-1])
-    return rows if rows.stride(1) == 1 and _rows_are_apart(rows) else rows.contiguous()
+    return rows if rows.stride(1) == 1 and _can_be_read(rows) else _copy(rows)
 
 
-def _rows_are_apart(t: Tensor) -> bool:
-    return t.shape[0] <= 1 or t.stride(0) >= t[0].numel()
+def _dense(t: Tensor) -> Tensor:
+    """`t` itself where it is contiguous and starts on 16 bytes, else a copy."""
+    return t if t.is_contiguous() and _starts_well(t) else _copy(t)
+
+
+def _can_be_read(t: Tensor) -> bool:
+    """Whether rows lie apart, at distances that kernels take, and start on 16 bytes."""
+    apart = t.shape[0] <= 1 or (t.stride(0) >= t[0].numel() and t.stride(0) % WIDTH_MULTIPLE == 0)
+    return apart and _starts_well(t)
+
+
+def _starts_well(t: Tensor) -> bool:
+    """Whether it starts on 16 bytes."""
+    return t.data_ptr() % 16 == 0
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 # ---------------------------------------------------------------------------------------------------- bad input
@@ -251,8 +353,8 @@ def _rows_are_apart(t: Tensor) -> bool:
 
 def _check(
     x: Tensor, kv: Tensor, weight: Tensor, token_mask: Tensor | None, eps: float, residual: bool, zero_dot: str
-) -> Call:
-    """Raises TypeError or ValueError for what does not fit, else chooses the backend."""
+) -> Problem:
+    """Raises TypeError or ValueError for what does not fit."""
     tensors = {"x": x, "kv": kv, "weight": weight, **({} if token_mask is None else {"token_mask": token_mask})}
     for name, tensor in tensors.items():
         _require(name, tensor)
@@ -273,8 +375,7 @@ def _check(
         raise ValueError(f"x and kv must have one dtype, got {x.dtype} and {kv.dtype}")
     if token_mask is not None and token_mask.dtype != torch.bool:
         raise ValueError(f"token_mask must be bool, got {token_mask.dtype}")
-    problem = Problem(x.device, x.dtype, weight.dtype, streams, width, residual, zero_dot, token_mask is not None)
-    return Call(for_op(problem, math.prod(lead)), eps, residual, zero_dot)
+    return Problem(x.device, x.dtype, weight.dtype, streams, width, residual, zero_dot, token_mask is not None)
 
 
 def check_options(

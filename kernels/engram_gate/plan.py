@@ -24,10 +24,9 @@ from torch import Tensor
 
 from ...decline import Reason
 from .. import backends
-from . import choose, op, reference
+from . import choose, op, reference, sizes
 
 _ALIGNMENT = 16
-_MOST_PROGRAMS = 192  # triton_kernels.MOST_PROGRAMS, which can't be read where Triton is not installed
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +73,8 @@ class EngramGatePlan:
     @property
     def workspace_bytes(self) -> int:
         """How much workspace `backward` needs where the weight's gradient is wanted. It may hold anything."""
-        programs = min(self.tokens, _MOST_PROGRAMS) if self._device.type == "cuda" else 0
+        most = sizes.MOST_MULTIPROCESSORS * sizes.programs_per_multiprocessor(self.width)
+        programs = min(self.tokens, most) if self._device.type == "cuda" else 0
         return programs * self.streams * self.width * 4
 
     def compile(self) -> None:
@@ -162,12 +162,12 @@ class EngramGatePlan:
         grad_key_MSD, grad_value_MD = (None, None) if grad_kv is None else self._split(grad_kv)
         partial_PSD = None
         if needed and workspace is not None:
-            programs = kernels.programs_of(self.tokens, self._device)
+            programs = kernels.programs_of(self.tokens, self.width, self._device)
             used = workspace[: programs * self.streams * self.width * 4]
             partial_PSD = used.view(torch.float32).view(programs, self.streams, self.width)
         with torch.no_grad(), _on(stream):
             kernels.engram_backward(
-                grad_out, x, key_MSD, value_MD, weight, saved, self.residual,
+                grad_out, x, key_MSD, value_MD, weight, saved, self.residual, self.masked,
                 grad_x_MSD=grad_x, grad_key_MSD=grad_key_MSD, grad_value_MD=grad_value_MD,
                 grad_weight_SD=grad_weight, partial_PSD=partial_PSD,
             )  # fmt: skip

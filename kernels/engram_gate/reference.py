@@ -7,6 +7,11 @@ For each token and stream, with x, key and weight of D elements and one value th
     gate   = sigmoid(sign(dot) * sqrt(max(|dot|, 1e-6)))
     out    = x + gate * value, or gate * value alone
 
+Where the weights of both norms are given apart, query = x * rstd_x * weight and key * rstd_key * key_weight are rounded
+to the dtype of x, and so are their product, its sum and dot: Hugging Face's layer has these roundings. Near dot = 0 the
+root magnifies what they do to dot, so that a gradient without them is as far off, and elsewhere. The backward pass
+reads the product of both weights as ever.
+
 A masked token has gate 0: its output is x bit for bit (or 0), and neither its key nor its value is looked at. Runs on
 any device, for any floating dtype. Maths is fp32 (fp64 for fp64), and each result is rounded once.
 
@@ -48,12 +53,26 @@ def engram_forward(
     *,
     out_MSD: Tensor,
     saved_MS4: Tensor,
+    key_weight_SD: Tensor | None = None,
 ) -> None:
-    """Writes the output and what the backward pass needs."""
+    """Writes the output and what the backward pass needs.
+
+    weight_SD is the product of both norms' weights; or the query's alone, where key_weight_SD is given.
+    """
     wide = wide_dtype(x_MSD.dtype)
     x, key, value = (t.to(wide) for t in (x_MSD, key_MSD, value_MD))
     rstd_x, rstd_key = (torch.rsqrt(t.square().mean(-1) + eps) for t in (x, key))
-    dot = (x * weight_SD.to(wide) * key).sum(-1) * rstd_x * rstd_key * x.shape[-1] ** -0.5
+    weight, scale = weight_SD.to(wide), x.shape[-1] ** -0.5
+    if key_weight_SD is None:
+        dot = (x * weight * key).sum(-1) * rstd_x * rstd_key * scale
+    else:
+
+        def rounded(t: Tensor) -> Tensor:
+            return t.to(x_MSD.dtype).to(wide)
+
+        query = rounded(x * rstd_x.unsqueeze(-1) * weight)
+        normed = rounded(key * rstd_key.unsqueeze(-1) * key_weight_SD.to(wide))
+        dot = rounded(rounded(rounded(query * normed).sum(-1)) * scale)
     gate = gate_of(dot, zero_dot)
     saved = torch.stack((gate, dot, rstd_x, rstd_key), -1)
     out = gate.unsqueeze(-1) * value.unsqueeze(1)
@@ -75,6 +94,7 @@ def engram_backward(
     weight_SD: Tensor | None,
     saved_MS4: Tensor,
     residual: bool,
+    masked: bool,
     *,
     grad_x_MSD: Tensor | None,
     grad_key_MSD: Tensor | None,
@@ -85,7 +105,7 @@ def engram_backward(
     """Writes each gradient that is given.
 
     x, key and value are read for all but grad_value, weight for grad_x and grad_key; else they may be None.
-    `partial_PSD` is scratch of some kernels.
+    Kernels alone use `masked`, whether some gates may be those of masked tokens, and `partial_PSD`, which is scratch.
     """
     wide = saved_MS4.dtype
     gate, dot, rstd_x, rstd_key = saved_MS4.unsqueeze(-2).unbind(-1)  # each [M, S, 1]

@@ -2,45 +2,78 @@
 # mypy: disallow-untyped-calls=False
 """The Engram gate as Triton kernels: SM80 and up, one source for all. See reference.py for what they compute.
 
-Memory-bound, and each byte is read once. Forward: one program per token, which keeps the token's value for all its
-streams, and x and key of one stream between the moments and the output. Backward: a fixed number of programs, each with
-a contiguous run of tokens; one step of a program is one stream of one token, its loads are copied into shared memory a
-few steps ahead, and the gradient of the value is held across a token's streams. Each program adds up the weight's
-gradient over its own tokens, in registers where it fits, and a small kernel adds the programs' sums in order: no
-atomics, and the same bits each time on one kind of GPU.
+Memory-bound, and each byte is read once from memory. One step of a program is one stream of one token (of a few,
+forward); each program has a run of tokens, and rows are copied into shared memory ahead of their use. Forward: x and
+key stay in registers between the moments and the output, and the value for all streams of its token. Backward: the
+gradient of the value is held across a token's streams. Each program adds up the weight's gradient over its own tokens,
+in registers where it fits, and a small kernel adds the programs' sums in order: no atomics, and the same bits each time
+on one kind of GPU.
 
-A row is cut into a head of a power of two and a tail: 5120 = 4096 + 1024, where one block would be padded to 8192.
-Maths is fp32. All offsets of tokens are 64 bits wide.
+A row is cut into a head of a power of two and a tail; sizes.py says how, and how many warps share one. Maths is fp32.
+All offsets of tokens are 64 bits wide, and distances between rows are given in units of ROW_UNIT elements, so that the
+compiler knows how they are aligned: one compiled kernel serves every layout.
 
 Tensors: M tokens, S streams, D width of a stream, P programs; saved [M, S, 4] holds gate, dot, rstd_x, rstd_key.
-Any row stride, unit inner stride; nothing that was read is written.
+Row strides that are multiples of 8, unit inner stride, on 16 bytes; nothing that was read is written.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_PROGRAMS = 192
-"""More than any GPU of arch.py has multiprocessors: what plans leave room for without asking a GPU."""
-_HELD_STREAMS = 4
-_HELD_WIDTH = 8192
-"""Up to this many streams of this width, a program holds its sums of the weight's gradient in registers."""
+from fusepatch.kernels.engram_gate.sizes import (
+    MOST_MULTIPROCESSORS,
+    SHARED_BYTES,
+    Shape,
+    programs_per_multiprocessor,
+    shape_of,
+)
+
+ROW_UNIT = 8
 _SUM_COLUMNS, _SUM_ROWS = 128, 16
 
 _SMALLEST_DOT = tl.constexpr(1e-6)  # reference.SMALLEST_DOT; a kernel reads no other kind of global
+_UNIT = tl.constexpr(ROW_UNIT)
 
 
 @triton.jit
-def _columns(WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
-    """The columns of head and tail, and which of the tail exist."""
-    tail = HEAD + tl.arange(0, TAIL)
-    return tl.arange(0, HEAD), tail, tail < WIDTH
+def _row(pointer, token, units):
+    """Where the row of a token starts."""
+    return pointer + token * units * _UNIT
+
+
+@triton.jit
+def _load(at, columns, END: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns of a row in fp32; those from WIDTH on, where END says that there are some, are 0."""
+    if END <= WIDTH:
+        return tl.load(at + columns).to(tl.float32)
+    else:
+        return tl.load(at + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_if(wanted, at, columns, END: tl.constexpr, WIDTH: tl.constexpr):
+    """`_load` where wanted, else nothing is read and all are 0."""
+    if END <= WIDTH:
+        return tl.load(at + columns, mask=wanted, other=0.0).to(tl.float32)
+    else:
+        return tl.load(at + columns, mask=wanted & (columns < WIDTH), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(at, columns, numbers, END: tl.constexpr, WIDTH: tl.constexpr):
+    numbers = numbers.to(at.dtype.element_ty)
+    if END <= WIDTH:
+        tl.store(at + columns, numbers)
+    else:
+        tl.store(at + columns, numbers, mask=columns < WIDTH)
 
 
 @triton.jit
@@ -59,70 +92,120 @@ def _sign(dot, COPYSIGN: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
-    x_ptr, key_ptr, value_ptr, weight_ptr, mask_ptr, out_ptr, saved_ptr, x_row, key_row, value_row, out_row, eps,
-    STREAMS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
-    MASKED: tl.constexpr, RESIDUAL: tl.constexpr, COPYSIGN: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head, tail, exists = _columns(WIDTH, HEAD, TAIL)
-    # Nothing of a masked token is read but x.
-    on = tl.load(mask_ptr + token).to(tl.int32) if MASKED else 1
-    read_head, read_tail = head < WIDTH * on, tail < WIDTH * on
-    value_head = tl.load(value_ptr + token * value_row + head, mask=read_head, other=0.0).to(tl.float32)
-    value_tail = tl.load(value_ptr + token * value_row + tail, mask=read_tail, other=0.0).to(tl.float32)
-    for stream in range(STREAMS):
-        column = stream * WIDTH
-        x_at, key_at = x_ptr + token * x_row + column, key_ptr + token * key_row + column
-        key_head = tl.load(key_at + head, mask=read_head, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        key_tail = tl.load(key_at + tail, mask=read_tail, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        raw_head = tl.load(x_at + head, eviction_policy="evict_first")
-        raw_tail = tl.load(x_at + tail, mask=exists, other=0.0, eviction_policy="evict_first")
-        weight_head = tl.load(weight_ptr + column + head, eviction_policy="evict_last").to(tl.float32)
-        weight_tail = tl.load(weight_ptr + column + tail, mask=exists, other=0.0, eviction_policy="evict_last")
-        weight_tail = weight_tail.to(tl.float32)
-        x_head, x_tail = raw_head.to(tl.float32), raw_tail.to(tl.float32)
+def _rounded(numbers, dtype: tl.constexpr):
+    return numbers.to(dtype).to(tl.float32)
 
-        square_x = tl.sum(x_head * x_head) + tl.sum(x_tail * x_tail)
-        square_key = tl.sum(key_head * key_head) + tl.sum(key_tail * key_tail)
-        product = tl.sum(x_head * weight_head * key_head) + tl.sum(x_tail * weight_tail * key_tail)
-        rstd_x, rstd_key = tl.rsqrt(square_x / WIDTH + eps), tl.rsqrt(square_key / WIDTH + eps)
-        dot = product * rstd_x * rstd_key * (WIDTH**-0.5)
+
+@triton.jit
+def _add_three(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
+
+
+# The interpreter runs a reduction of our own element by element.
+_IS_COMPILED = tl.constexpr(isinstance(_add_three, triton.JITFunction))
+
+
+@triton.jit
+def _sums(a, b, c):
+    """Three sums of each row, for the barriers of one."""
+    if _IS_COMPILED:
+        return tl.reduce((a, b, c), 1, _add_three)
+    else:
+        return tl.sum(a, 1), tl.sum(b, 1), tl.sum(c, 1)
+
+
+@triton.jit(do_not_specialize=["mask_ptr", "tokens", "x_row", "key_row", "value_row", "out_row"])
+def _forward_kernel(
+    x_ptr, key_ptr, value_ptr, weight_ptr, key_weight_ptr, mask_ptr, out_ptr, saved_ptr,
+    tokens, x_row, key_row, value_row, out_row, eps,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    RESIDUAL: tl.constexpr, COPYSIGN: tl.constexpr, ROUNDED: tl.constexpr, TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One step is one stream of TOGETHER tokens, which share its weights: those come from the L2 cache each time."""
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    first, last = program * tokens // programs, (program + 1) * tokens // programs
+    END: tl.constexpr = HEAD + TAIL
+    head, tail = tl.arange(0, HEAD)[None, :], HEAD + tl.arange(0, TAIL)[None, :]
+    value_head, value_tail = tl.zeros([TOGETHER, HEAD], tl.float32), tl.zeros([TOGETHER, TAIL], tl.float32)
+    io: tl.constexpr = x_ptr.dtype.element_ty
+    steps = ((last - first + TOGETHER - 1) // TOGETHER * STREAMS).to(tl.int32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        token, stream = first + step // STREAMS * TOGETHER + tl.arange(0, TOGETHER), step % STREAMS
+        column = stream * WIDTH
+        exists = token < last
+        here, at = exists[:, None], token[:, None]
+        x_at, key_at = _row(x_ptr, at, x_row) + column, _row(key_ptr, at, key_row) + column
+        x_head, x_tail = _load_if(here, x_at, head, HEAD, WIDTH), _load_if(here, x_at, tail, END, WIDTH)
+        key_head, key_tail = _load_if(here, key_at, head, HEAD, WIDTH), _load_if(here, key_at, tail, END, WIDTH)
+        weight_at = weight_ptr + column
+        weight_head, weight_tail = _load(weight_at, head, HEAD, WIDTH), _load(weight_at, tail, END, WIDTH)
+        # The value is read with a token's first stream, and kept.
+        value_at, is_first = _row(value_ptr, at, value_row), stream == 0
+        read_head = _load_if(here & is_first, value_at, head, HEAD, WIDTH)
+        read_tail = _load_if(here & is_first, value_at, tail, END, WIDTH)
+        if MASKED:  # whatever lies there
+            on = tl.load(mask_ptr + token, mask=exists, other=0) != 0
+            read_head, read_tail = tl.where(on[:, None], read_head, 0.0), tl.where(on[:, None], read_tail, 0.0)
+        value_head, value_tail = tl.where(is_first, read_head, value_head), tl.where(is_first, read_tail, value_tail)
+
+        square_x, square_key, product = _sums(x_head * x_head, key_head * key_head, x_head * weight_head * key_head)
+        square_x_tail, square_key_tail, product_tail = _sums(
+            x_tail * x_tail, key_tail * key_tail, x_tail * weight_tail * key_tail
+        )
+        rstd_x = tl.rsqrt((square_x + square_x_tail) / WIDTH + eps)
+        rstd_key = tl.rsqrt((square_key + square_key_tail) / WIDTH + eps)
+        if ROUNDED:  # weight is the query's; see reference.py
+            of_x, of_key, key_weight_at = rstd_x[:, None], rstd_key[:, None], key_weight_ptr + column
+            query_head, query_tail = (
+                _rounded(x_head * of_x * weight_head, io),
+                _rounded(x_tail * of_x * weight_tail, io),
+            )
+            normed_head = _rounded(key_head * of_key * _load(key_weight_at, head, HEAD, WIDTH), io)
+            normed_tail = _rounded(key_tail * of_key * _load(key_weight_at, tail, END, WIDTH), io)
+            product = tl.sum(_rounded(query_head * normed_head, io), 1)
+            product += tl.sum(_rounded(query_tail * normed_tail, io), 1)
+            dot = _rounded(_rounded(product, io) * (WIDTH**-0.5), io)
+        else:
+            dot = (product + product_tail) * rstd_x * rstd_key * (WIDTH**-0.5)
         gate = 1.0 / (1.0 + tl.exp(-_sign(dot, COPYSIGN) * _root(dot)))
-        out_head, out_tail = gate * value_head, gate * value_tail
+        if MASKED:
+            # x + -0 is x bit for bit, which x + 0 is not where x is -0.
+            gate, dot = tl.where(on, gate, -0.0 if RESIDUAL else 0.0), tl.where(on, dot, 0.0)
+            rstd_x, rstd_key = tl.where(on, rstd_x, 0.0), tl.where(on, rstd_key, 0.0)
+        out_head, out_tail = gate[:, None] * value_head, gate[:, None] * value_tail
         if RESIDUAL:
             out_head += x_head
             out_tail += x_tail
-        out_head, out_tail = out_head.to(out_ptr.dtype.element_ty), out_tail.to(out_ptr.dtype.element_ty)
-        if MASKED:
-            gate, dot = tl.where(on != 0, gate, 0.0), tl.where(on != 0, dot, 0.0)
-            rstd_x, rstd_key = tl.where(on != 0, rstd_x, 0.0), tl.where(on != 0, rstd_key, 0.0)
-            # x itself and not x + 0, which is not -0 where x is.
-            out_head = tl.where(read_head, out_head, raw_head if RESIDUAL else tl.zeros_like(raw_head))
-            out_tail = tl.where(read_tail, out_tail, raw_tail if RESIDUAL else tl.zeros_like(raw_tail))
-        out_at = out_ptr + token * out_row + column
-        tl.store(out_at + head, out_head)
-        tl.store(out_at + tail, out_tail, mask=exists)
+        out_at = _row(out_ptr, at, out_row) + column
+        tl.store(out_at + head, out_head.to(io), mask=here)
+        tl.store(out_at + tail, out_tail.to(io), mask=here & (tail < WIDTH))
         saved_at = saved_ptr + (token * STREAMS + stream) * 4
-        tl.store(saved_at, gate)
-        tl.store(saved_at + 1, dot)
-        tl.store(saved_at + 2, rstd_x)
-        tl.store(saved_at + 3, rstd_key)
+        tl.store(saved_at, gate, mask=exists)
+        tl.store(saved_at + 1, dot, mask=exists)
+        tl.store(saved_at + 2, rstd_x, mask=exists)
+        tl.store(saved_at + 3, rstd_key, mask=exists)
 
 
-@triton.jit(do_not_specialize=["tokens", "want_x", "want_key", "want_value"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "want_x", "want_key", "want_value", "grad_out_row", "x_row", "key_row", "value_row", "grad_x_row",
+        "grad_key_row", "grad_value_row",
+    ]
+)  # fmt: skip
 def _backward_kernel(
     grad_out_ptr, x_ptr, key_ptr, value_ptr, weight_ptr, saved_ptr,
     grad_x_ptr, grad_key_ptr, grad_value_ptr, partial_ptr,
     tokens, want_x, want_key, want_value, grad_out_row, x_row, key_row, value_row,
     grad_x_row, grad_key_row, grad_value_row,
-    STREAMS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
     RESIDUAL: tl.constexpr, WANT_WEIGHT: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     first, last = program * tokens // programs, (program + 1) * tokens // programs
-    head, tail, exists = _columns(WIDTH, HEAD, TAIL)
-    # One name per stream: a kernel has no list of accumulators.
+    END: tl.constexpr = HEAD + TAIL
+    head, tail = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
+    # One name per stream: a kernel has no list of accumulators, and a ring needs them where they are in each step.
     sum_0_head, sum_0_tail = tl.zeros([HEAD], tl.float32), tl.zeros([TAIL], tl.float32)
     sum_1_head, sum_1_tail = tl.zeros([HEAD], tl.float32), tl.zeros([TAIL], tl.float32)
     sum_2_head, sum_2_tail = tl.zeros([HEAD], tl.float32), tl.zeros([TAIL], tl.float32)
@@ -133,27 +216,19 @@ def _backward_kernel(
     next_gate, next_dot = tl.load(saved_at), tl.load(saved_at + 1)  # each program has a token
     next_rstd_x, next_rstd_key = tl.load(saved_at + 2), tl.load(saved_at + 3)
 
-    # All columns or none: which gradients are wanted is no reason to compile again.
-    write_x_head, write_x_tail = head < WIDTH * want_x, tail < WIDTH * want_x
-    write_key_head, write_key_tail = head < WIDTH * want_key, tail < WIDTH * want_key
-
-    steps = (last - first) * STREAMS
+    steps = ((last - first) * STREAMS).to(tl.int32)
     for step in tl.range(0, steps, num_stages=STAGES):
         token, stream = first + step // STREAMS, step % STREAMS
         column = stream * WIDTH
-        grad_out_at = grad_out_ptr + token * grad_out_row + column
-        x_at, key_at = x_ptr + token * x_row + column, key_ptr + token * key_row + column
-        value_at, weight_at = value_ptr + token * value_row, weight_ptr + column
-        grad_out_head = tl.load(grad_out_at + head).to(tl.float32)
-        grad_out_tail = tl.load(grad_out_at + tail, mask=exists, other=0.0).to(tl.float32)
-        value_head = tl.load(value_at + head).to(tl.float32)
-        value_tail = tl.load(value_at + tail, mask=exists, other=0.0).to(tl.float32)
-        x_head = tl.load(x_at + head).to(tl.float32)
-        x_tail = tl.load(x_at + tail, mask=exists, other=0.0).to(tl.float32)
-        key_head = tl.load(key_at + head).to(tl.float32)
-        key_tail = tl.load(key_at + tail, mask=exists, other=0.0).to(tl.float32)
-        weight_head = tl.load(weight_at + head).to(tl.float32)
-        weight_tail = tl.load(weight_at + tail, mask=exists, other=0.0).to(tl.float32)
+        grad_out_at = _row(grad_out_ptr, token, grad_out_row) + column
+        grad_out_head, grad_out_tail = _load(grad_out_at, head, HEAD, WIDTH), _load(grad_out_at, tail, END, WIDTH)
+        x_at, key_at = _row(x_ptr, token, x_row) + column, _row(key_ptr, token, key_row) + column
+        x_head, x_tail = _load(x_at, head, HEAD, WIDTH), _load(x_at, tail, END, WIDTH)
+        key_head, key_tail = _load(key_at, head, HEAD, WIDTH), _load(key_at, tail, END, WIDTH)
+        weight_at = weight_ptr + column
+        weight_head, weight_tail = _load(weight_at, head, HEAD, WIDTH), _load(weight_at, tail, END, WIDTH)
+        value_at = _row(value_ptr, token, value_row)
+        value_head, value_tail = _load(value_at, head, HEAD, WIDTH), _load(value_at, tail, END, WIDTH)
 
         gate, dot, rstd_x, rstd_key = next_gate, next_dot, next_rstd_x, next_rstd_key
         saved_at += 4
@@ -162,17 +237,6 @@ def _backward_kernel(
         next_dot = tl.load(saved_at + 1, mask=any_left, other=0.0)
         next_rstd_x = tl.load(saved_at + 2, mask=any_left, other=0.0)
         next_rstd_key = tl.load(saved_at + 3, mask=any_left, other=0.0)
-
-        # A masked token, whose inputs may be anything; or a gate that is 0 to the last bit, whose slope is 0 too.
-        on = gate != 0.0
-        is_first, is_last = stream == 0, stream == STREAMS - 1
-        grad_value_head = tl.where(is_first, 0.0, grad_value_head) + tl.where(on, gate * grad_out_head, 0.0)
-        grad_value_tail = tl.where(is_first, 0.0, grad_value_tail) + tl.where(on, gate * grad_out_tail, 0.0)
-        grad_value_at = grad_value_ptr + token * grad_value_row
-        out_type = grad_value_ptr.dtype.element_ty
-        done = tl.where(is_last, WIDTH * want_value, 0)
-        tl.store(grad_value_at + head, grad_value_head.to(out_type), mask=head < done)
-        tl.store(grad_value_at + tail, grad_value_tail.to(out_type), mask=tail < done)
 
         grad_gate = tl.sum(grad_out_head * value_head) + tl.sum(grad_out_tail * value_tail)
         root = _root(dot)
@@ -184,57 +248,74 @@ def _backward_kernel(
         of_norms = grad_dot * dot / WIDTH
         of_x, of_key = of_norms * rstd_x * rstd_x, of_norms * rstd_key * rstd_key
 
-        grad_x_head = tl.where(on, of_product * weight_head * key_head - of_x * x_head, 0.0)
-        grad_x_tail = tl.where(on, of_product * weight_tail * key_tail - of_x * x_tail, 0.0)
-        if RESIDUAL:
-            grad_x_head += grad_out_head
-            grad_x_tail += grad_out_tail
-        grad_x_at = grad_x_ptr + token * grad_x_row + column
-        tl.store(grad_x_at + head, grad_x_head.to(grad_x_ptr.dtype.element_ty), mask=write_x_head)
-        tl.store(grad_x_at + tail, grad_x_tail.to(grad_x_ptr.dtype.element_ty), mask=write_x_tail)
-        grad_key_head = tl.where(on, of_product * weight_head * x_head - of_key * key_head, 0.0)
-        grad_key_tail = tl.where(on, of_product * weight_tail * x_tail - of_key * key_tail, 0.0)
-        grad_key_at = grad_key_ptr + token * grad_key_row + column
-        tl.store(grad_key_at + head, grad_key_head.to(grad_key_ptr.dtype.element_ty), mask=write_key_head)
-        tl.store(grad_key_at + tail, grad_key_tail.to(grad_key_ptr.dtype.element_ty), mask=write_key_tail)
-
+        of_value_head, of_value_tail = gate * grad_out_head, gate * grad_out_tail
+        if MASKED:  # a token whose inputs may be anything; or a gate that is 0 to the last bit, whose slope is 0 too
+            on = gate != 0.0
+            of_product, of_x, of_key = tl.where(on, of_product, 0.0), tl.where(on, of_x, 0.0), tl.where(on, of_key, 0.0)
+            x_head, x_tail = tl.where(on, x_head, 0.0), tl.where(on, x_tail, 0.0)
+            key_head, key_tail = tl.where(on, key_head, 0.0), tl.where(on, key_tail, 0.0)
+            of_value_head = tl.where(on, of_value_head, 0.0)
+            of_value_tail = tl.where(on, of_value_tail, 0.0)
+        grad_value_head = tl.where(stream == 0, 0.0, grad_value_head) + of_value_head
+        grad_value_tail = tl.where(stream == 0, 0.0, grad_value_tail) + of_value_tail
+        if (stream == STREAMS - 1) & (want_value != 0):
+            grad_value_at = _row(grad_value_ptr, token, grad_value_row)
+            _store(grad_value_at, head, grad_value_head, HEAD, WIDTH)
+            _store(grad_value_at, tail, grad_value_tail, END, WIDTH)
+        scaled_head, scaled_tail = of_product * weight_head, of_product * weight_tail
+        if want_x != 0:
+            grad_x_head = scaled_head * key_head - of_x * x_head
+            grad_x_tail = scaled_tail * key_tail - of_x * x_tail
+            if RESIDUAL:
+                grad_x_head += grad_out_head
+                grad_x_tail += grad_out_tail
+            grad_x_at = _row(grad_x_ptr, token, grad_x_row) + column
+            _store(grad_x_at, head, grad_x_head, HEAD, WIDTH)
+            _store(grad_x_at, tail, grad_x_tail, END, WIDTH)
+        if want_key != 0:
+            grad_key_at = _row(grad_key_ptr, token, grad_key_row) + column
+            _store(grad_key_at, head, scaled_head * x_head - of_key * key_head, HEAD, WIDTH)
+            _store(grad_key_at, tail, scaled_tail * x_tail - of_key * key_tail, END, WIDTH)
         if WANT_WEIGHT:
-            part_head = tl.where(on, of_product * x_head * key_head, 0.0)
-            part_tail = tl.where(on, of_product * x_tail * key_tail, 0.0)
+            part_head, part_tail = of_product * (x_head * key_head), of_product * (x_tail * key_tail)
             if HELD:
-                sum_0_head += tl.where(stream == 0, part_head, 0.0)
-                sum_0_tail += tl.where(stream == 0, part_tail, 0.0)
-                if STREAMS > 1:
-                    sum_1_head += tl.where(stream == 1, part_head, 0.0)
-                    sum_1_tail += tl.where(stream == 1, part_tail, 0.0)
-                if STREAMS > 2:
-                    sum_2_head += tl.where(stream == 2, part_head, 0.0)
-                    sum_2_tail += tl.where(stream == 2, part_tail, 0.0)
-                if STREAMS > 3:
-                    sum_3_head += tl.where(stream == 3, part_head, 0.0)
-                    sum_3_tail += tl.where(stream == 3, part_tail, 0.0)
+                if stream == 0:
+                    sum_0_head += part_head
+                    sum_0_tail += part_tail
+                if STREAMS > 1:  # noqa: SIM102  known when compiling, and apart from what is not
+                    if stream == 1:
+                        sum_1_head += part_head
+                        sum_1_tail += part_tail
+                if STREAMS > 2:  # noqa: SIM102  known when compiling, and apart from what is not
+                    if stream == 2:
+                        sum_2_head += part_head
+                        sum_2_tail += part_tail
+                if STREAMS > 3:  # noqa: SIM102  known when compiling, and apart from what is not
+                    if stream == 3:
+                        sum_3_head += part_head
+                        sum_3_tail += part_tail
             else:
                 # This program's own slot. STAGES is 1 here: a load ahead would miss the store before it.
                 so_far = step >= STREAMS
                 slot = partial_ptr + (program * STREAMS + stream) * WIDTH
                 part_head += tl.load(slot + head, mask=so_far, other=0.0)
-                part_tail += tl.load(slot + tail, mask=exists & so_far, other=0.0)
-                tl.store(slot + head, part_head)
-                tl.store(slot + tail, part_tail, mask=exists)
+                part_tail += tl.load(slot + tail, mask=(tail < WIDTH) & so_far, other=0.0)
+                _store(slot, head, part_head, HEAD, WIDTH)
+                _store(slot, tail, part_tail, END, WIDTH)
 
     if WANT_WEIGHT and HELD:
         slot = partial_ptr + program * (STREAMS * WIDTH)
-        tl.store(slot + head, sum_0_head)
-        tl.store(slot + tail, sum_0_tail, mask=exists)
+        _store(slot, head, sum_0_head, HEAD, WIDTH)
+        _store(slot, tail, sum_0_tail, END, WIDTH)
         if STREAMS > 1:
-            tl.store(slot + WIDTH + head, sum_1_head)
-            tl.store(slot + WIDTH + tail, sum_1_tail, mask=exists)
+            _store(slot + WIDTH, head, sum_1_head, HEAD, WIDTH)
+            _store(slot + WIDTH, tail, sum_1_tail, END, WIDTH)
         if STREAMS > 2:
-            tl.store(slot + 2 * WIDTH + head, sum_2_head)
-            tl.store(slot + 2 * WIDTH + tail, sum_2_tail, mask=exists)
+            _store(slot + 2 * WIDTH, head, sum_2_head, HEAD, WIDTH)
+            _store(slot + 2 * WIDTH, tail, sum_2_tail, END, WIDTH)
         if STREAMS > 3:
-            tl.store(slot + 3 * WIDTH + head, sum_3_head)
-            tl.store(slot + 3 * WIDTH + tail, sum_3_tail, mask=exists)
+            _store(slot + 3 * WIDTH, head, sum_3_head, HEAD, WIDTH)
+            _store(slot + 3 * WIDTH, tail, sum_3_tail, END, WIDTH)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -252,38 +333,31 @@ def _weight_kernel(partial_ptr, grad_weight_ptr, programs, size, ROWS: tl.conste
 
 # ------------------------------------------------------------------------------------------------------- launching
 
-
-class Shape(NamedTuple):
-    """How a row is cut, and how the kernels are launched for it."""
-
-    head: int
-    tail: int
-    forward_warps: int
-    backward_warps: int
-    held: bool
-    stages: int
+_INTERPRETED_PROGRAMS = 3  # so that a program has several tokens
 
 
-def shape_of(streams: int, width: int) -> Shape:
-    """The cut of a row of `width`, and warps that give each thread 16 bf16 elements of it forward and 10 backward."""
-    head = 1 << (width.bit_length() - 1)
-    tail = triton.next_power_of_2(width - head) if width > head else 1  # one column that does not exist
-    held = streams <= _HELD_STREAMS and width <= _HELD_WIDTH
-    return Shape(
-        head,
-        tail,
-        forward_warps=min(max(head // 512, 1), 16),
-        backward_warps=min(max(head // 256, 1), 16),
-        held=held,
-        stages=3 if held else 1,
-    )
-
-
-def programs_of(tokens: int, device: torch.device) -> int:
-    """How many programs share the tokens in a backward pass: one per multiprocessor. The interpreter has three."""
+@functools.cache
+def _programs(device: torch.device, on_each: int) -> int:
+    """How many programs run at once, with so many on each multiprocessor."""
     if device.type != "cuda":
-        return min(tokens, 3)
-    return min(tokens, torch.cuda.get_device_properties(device).multi_processor_count, MOST_PROGRAMS)
+        return _INTERPRETED_PROGRAMS
+    return on_each * min(torch.cuda.get_device_properties(device).multi_processor_count, MOST_MULTIPROCESSORS)
+
+
+@functools.cache
+def _shape_on(
+    device: torch.device, streams: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype, weights: int = 1
+) -> Shape:
+    shared = SHARED_BYTES
+    if device.type == "cuda":
+        shared = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+    return shape_of(streams, width, dtype.itemsize, weight_dtype.itemsize, shared, weights)
+
+
+def programs_of(tokens: int, width: int, device: torch.device, shape: Shape | None = None) -> int:
+    """How many programs share the tokens in a backward pass: rows of the workspace."""
+    on_each = programs_per_multiprocessor(width) if shape is None else shape.backward_programs
+    return min(tokens, _programs(device, on_each))
 
 
 def engram_forward(
@@ -298,15 +372,21 @@ def engram_forward(
     *,
     out_MSD: Tensor,
     saved_MS4: Tensor,
+    key_weight_SD: Tensor | None = None,
+    _shape: Shape | None = None,
 ) -> None:
-    """Writes the output and what the backward pass needs. Compiles the backward pass too, at the first call."""
+    """As in reference.py. Compiles the backward pass too, at the first call. `_shape` is for measuring others."""
     tokens, streams, width = x_MSD.shape
     if tokens == 0:
         return
-    _launch_forward(x_MSD, key_MSD, value_MD, weight_SD, mask_M, eps, residual, zero_dot, out_MSD, saved_MS4)
-    kind = (x_MSD.dtype, weight_SD.dtype, streams, width, residual, zero_dot, mask_M is not None)
+    _launch_forward(
+        x_MSD, key_MSD, value_MD, weight_SD, key_weight_SD, mask_M, eps, residual, zero_dot, out_MSD, saved_MS4,
+        shape=_shape,
+    )  # fmt: skip
+    rounded, masked = key_weight_SD is not None, mask_M is not None
+    kind = (x_MSD.device, x_MSD.dtype, weight_SD.dtype, streams, width, residual, zero_dot, masked, rounded)
     if kind not in _compiled:
-        _compile_backward(x_MSD, key_MSD, value_MD, weight_SD, saved_MS4, residual, out_MSD, out_MSD.device)
+        _compile_backward(x_MSD, key_MSD, value_MD, weight_SD, saved_MS4, residual, masked, out_MSD, out_MSD.device)
         _compiled.add(kind)
 
 
@@ -321,7 +401,7 @@ def compile_for(
     zero_dot: str,
     masked: bool,
 ) -> None:
-    """Compiles both passes for contiguous, aligned tensors, of which none is made."""
+    """Compiles both passes, for tensors of which none is made."""
     if tokens == 0:
         return
 
@@ -334,32 +414,40 @@ def compile_for(
     saved = shape_only(tokens, streams, 4, dtype=torch.float32)
     mask = shape_only(tokens, dtype=torch.bool) if masked else None
     # Any number will do for eps: what is compiled takes it as an argument.
-    _launch_forward(x, key, value, weight, mask, 0.5, residual, zero_dot, out, saved, compile_on=device)
-    _compile_backward(x, key, value, weight, saved, residual, out, device)
-    _compiled.add((dtype, weight_dtype, streams, width, residual, zero_dot, masked))
+    _launch_forward(x, key, value, weight, None, mask, 0.5, residual, zero_dot, out, saved, compile_on=device)
+    _compile_backward(x, key, value, weight, saved, residual, masked, out, device)
+    _compiled.add((device, dtype, weight_dtype, streams, width, residual, zero_dot, masked, False))
 
 
 def _compile_backward(
-    x: Tensor, key: Tensor, value: Tensor, weight: Tensor, saved: Tensor, residual: bool, out: Tensor,
+    x: Tensor, key: Tensor, value: Tensor, weight: Tensor, saved: Tensor, residual: bool, masked: bool, out: Tensor,
     device: torch.device,
 ) -> None:  # fmt: skip
     """Tensors of the same shapes, dtypes and strides stand in for the gradients and the partial sums."""
     for partial in (saved, None):
         _launch_backward(
-            out, x, key, value, weight, saved, residual, out, key, value, partial,
+            out, x, key, value, weight, saved, residual, masked, out, key, value, partial,
             want=(True, True, True), compile_on=device,
         )  # fmt: skip
     _launch_sum(saved, weight, 1, compile_on=device)
 
 
-_compiled: set[tuple[torch.dtype, torch.dtype, int, int, bool, str, bool]] = set()
+_compiled: set[tuple[torch.device, torch.dtype, torch.dtype, int, int, bool, str, bool, bool]] = set()
 
 
 def is_compiled(
-    dtype: torch.dtype, weight_dtype: torch.dtype, streams: int, width: int, residual: bool, zero_dot: str, masked: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    streams: int,
+    width: int,
+    residual: bool,
+    zero_dot: str,
+    masked: bool,
+    rounded: bool,
 ) -> bool:
     """Whether both passes are compiled for this kind of call, so that CUDA-graph capture may launch them."""
-    return (dtype, weight_dtype, streams, width, residual, zero_dot, masked) in _compiled
+    return (device, dtype, weight_dtype, streams, width, residual, zero_dot, masked, rounded) in _compiled
 
 
 def engram_backward(
@@ -370,20 +458,22 @@ def engram_backward(
     weight_SD: Tensor | None,
     saved_MS4: Tensor,
     residual: bool,
+    masked: bool,
     *,
     grad_x_MSD: Tensor | None,
     grad_key_MSD: Tensor | None,
     grad_value_MD: Tensor | None,
     grad_weight_SD: Tensor | None,
     partial_PSD: Tensor | None = None,
+    _shape: Shape | None = None,
 ) -> None:
-    """Writes each gradient that is given. `partial_PSD` is fp32 scratch for the weight's; made where it is None."""
+    """As in reference.py. `partial_PSD` is fp32 scratch for the weight's gradient; made where it is None."""
     tokens, streams, width = grad_out_MSD.shape
     if tokens == 0:
         if grad_weight_SD is not None:
             grad_weight_SD.zero_()
         return
-    programs = programs_of(tokens, grad_out_MSD.device)
+    programs = programs_of(tokens, width, grad_out_MSD.device, _shape)
     if grad_weight_SD is None:
         partial_PSD = None
     elif partial_PSD is None:
@@ -393,14 +483,14 @@ def engram_backward(
     key = grad_out_MSD if key_MSD is None else key_MSD
     value = grad_out_MSD[:, 0] if value_MD is None else value_MD
     if weight_SD is None:
-        weight_SD = grad_out_MSD[0] if grad_weight_SD is None else grad_weight_SD
+        weight_SD = saved_MS4.new_empty(streams, width) if grad_weight_SD is None else grad_weight_SD
     want = (grad_x_MSD is not None, grad_key_MSD is not None, grad_value_MD is not None)
     _launch_backward(
-        grad_out_MSD, x, key, value, weight_SD, saved_MS4, residual,
+        grad_out_MSD, x, key, value, weight_SD, saved_MS4, residual, masked,
         grad_out_MSD if grad_x_MSD is None else grad_x_MSD,
         grad_out_MSD if grad_key_MSD is None else grad_key_MSD,
         grad_out_MSD[:, 0] if grad_value_MD is None else grad_value_MD,
-        partial_PSD, want=want,
+        partial_PSD, want=want, shape=_shape,
     )  # fmt: skip
     if grad_weight_SD is not None:
         assert partial_PSD is not None
@@ -408,38 +498,56 @@ def engram_backward(
 
 
 def _launch_forward(
-    x: Tensor, key: Tensor, value: Tensor, weight: Tensor, mask: Tensor | None, eps: float, residual: bool,
-    zero_dot: str, out: Tensor, saved: Tensor, *, compile_on: torch.device | None = None,
+    x: Tensor, key: Tensor, value: Tensor, weight: Tensor, key_weight: Tensor | None, mask: Tensor | None, eps: float,
+    residual: bool, zero_dot: str, out: Tensor, saved: Tensor, *, shape: Shape | None = None,
+    compile_on: torch.device | None = None,
 ) -> None:  # fmt: skip
     tokens, streams, width = x.shape
-    shape = shape_of(streams, width)
+    device = compile_on or x.device
+    weights = 1 if key_weight is None else 2
+    shape = shape or _shape_on(device, streams, width, x.dtype, weight.dtype, weights)
     arguments = (
-        x, key, value, weight, x if mask is None else mask.view(torch.uint8), out, saved,
-        x.stride(0), key.stride(0), value.stride(0), out.stride(0), eps,
+        x, key, value, weight, weight if key_weight is None else key_weight,
+        weight if mask is None else mask.view(torch.uint8), out, saved, tokens, *map(_units, (x, key, value, out)),
+        float(eps),
     )  # fmt: skip
-    options = {"MASKED": mask is not None, "RESIDUAL": residual, "COPYSIGN": zero_dot == "copysign"}
+    options = {
+        "MASKED": mask is not None, "RESIDUAL": residual, "COPYSIGN": zero_dot == "copysign",
+        "ROUNDED": key_weight is not None, "TOGETHER": shape.forward_together, "STAGES": shape.forward_stages,
+        "maxnreg": shape.forward_registers,
+    }  # fmt: skip
     cut = (streams, width, shape.head, shape.tail)
-    _run(_forward_kernel, tokens, arguments, cut, options, shape.forward_warps, compile_on)
+    programs = triton.cdiv(tokens, shape.forward_together)
+    if shape.forward_programs:
+        programs = min(programs, _programs(device, shape.forward_programs))
+    _run(_forward_kernel, programs, arguments, cut, options, shape.forward_warps, compile_on)
 
 
 def _launch_backward(
     grad_out: Tensor, x: Tensor, key: Tensor, value: Tensor, weight: Tensor, saved: Tensor, residual: bool,
-    grad_x: Tensor, grad_key: Tensor, grad_value: Tensor, partial: Tensor | None, *,
-    want: tuple[bool, bool, bool], compile_on: torch.device | None = None,
+    masked: bool, grad_x: Tensor, grad_key: Tensor, grad_value: Tensor, partial: Tensor | None, *,
+    want: tuple[bool, bool, bool], shape: Shape | None = None, compile_on: torch.device | None = None,
 ) -> None:  # fmt: skip
     tokens, streams, width = grad_out.shape
-    shape = shape_of(streams, width)
-    rows = (t.stride(0) for t in (grad_out, x, key, value, grad_x, grad_key, grad_value))
+    device = compile_on or grad_out.device
+    shape = shape or _shape_on(device, streams, width, grad_out.dtype, weight.dtype)
     arguments = (
         grad_out, x, key, value, weight, saved, grad_x, grad_key, grad_value, saved if partial is None else partial,
-        tokens, *(int(wanted) for wanted in want), *rows,
+        tokens, *(int(wanted) for wanted in want),
+        *map(_units, (grad_out, x, key, value, grad_x, grad_key, grad_value)),
     )  # fmt: skip
     options = {
-        "RESIDUAL": residual, "WANT_WEIGHT": partial is not None, "HELD": shape.held, "STAGES": shape.stages
+        "MASKED": masked, "RESIDUAL": residual, "WANT_WEIGHT": partial is not None, "HELD": shape.held,
+        "STAGES": shape.backward_stages,
     }  # fmt: skip
     cut = (streams, width, shape.head, shape.tail)
-    programs = programs_of(tokens, compile_on or grad_out.device)
+    programs = programs_of(tokens, width, device, shape)
     _run(_backward_kernel, programs, arguments, cut, options, shape.backward_warps, compile_on)
+
+
+def _units(t: Tensor) -> int:
+    """The distance between tokens in units; of one token or none it means nothing, and may be anything."""
+    return t.stride(0) // ROW_UNIT
 
 
 def _launch_sum(partial: Tensor, grad_weight: Tensor, programs: int, *, compile_on: torch.device | None = None) -> None:

@@ -1,0 +1,111 @@
+"""How the Triton kernels of the Engram gate cut a row and are launched for it. Needs neither Triton nor a GPU.
+
+Both kernels are bound by memory bandwidth. What keeps a GPU's memory busy is bytes on their way: rows are copied into
+a ring in shared memory, `stages - 1` steps ahead, a step being one stream of one token.
+
+Tensors: M tokens, S streams, D width of a stream.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MOST_MULTIPROCESSORS = 192
+"""More than any GPU of arch.py has: what plans leave room for without asking a GPU."""
+SHARED_BYTES = 227 * 1024
+"""What one program may use on SM90 and SM100. Other GPUs have less: shape_of() takes the GPU's own number."""
+_SHARED_SPARE = 4096
+"""For reductions across warps, and for what the driver reserves."""
+_MOST_ELEMENTS = 20
+"""Of a row, in each thread: with more, the four sums of the weight's gradient do not fit into registers."""
+_MOST_WARPS = 16
+_TOGETHER, _TOGETHER_WARPS = 2, 8
+"""Where so many warps share a row of two-byte elements, their registers hold so many rows."""
+_HELD_STREAMS, _HELD_WARPS = 4, 8
+"""Up to this many streams, and warps, a program holds its sums of the weight's gradient in registers: more warps leave
+each thread fewer of them."""
+_WARPS_OF_A_MULTIPROCESSOR = 8
+_REGISTERS, _MOST_REGISTERS = 65536, 255
+"""Of a multiprocessor, and of a thread."""
+
+
+class Shape(NamedTuple):
+    """How a row is cut, and how the kernels are launched for it."""
+
+    head: int
+    """Columns in the first block, a power of two; the tail, another power of two, covers the rest."""
+    tail: int
+    forward_together: int
+    """Tokens that are in one step and share its weights."""
+    forward_warps: int
+    forward_stages: int
+    """Of the ring; 1 for none."""
+    forward_programs: int
+    """On each multiprocessor, with a run of tokens each; 0 for one program per token."""
+    backward_warps: int
+    backward_stages: int
+    backward_programs: int
+    held: bool
+    """Whether sums of the weight's gradient stay in registers, and not in memory."""
+
+    @property
+    def forward_registers(self) -> int:
+        """The most that a thread of the forward pass may have, for its programs to fit side by side."""
+        threads = 32 * self.forward_warps * max(1, self.forward_programs)
+        return min(_MOST_REGISTERS, _REGISTERS // threads // 8 * 8)
+
+
+def shape_of(
+    streams: int, width: int, item: int = 2, weight_item: int = 4, shared_bytes: int = SHARED_BYTES, weights: int = 1
+) -> Shape:
+    """The shape for rows of `width` elements of `item` bytes, weights of `weight_item`, on a GPU of `shared_bytes`.
+
+    The forward pass reads one row of weights, or two where query and key are rounded apart.
+    """
+    head, tail = cut(width)
+    warps = warps_of(width)
+    held = streams <= _HELD_STREAMS and warps <= _HELD_WARPS
+    # A step of the forward pass copies x, key, value and weight; one of the backward pass the incoming gradient too.
+    together = _TOGETHER if (warps, item, weights) == (_TOGETHER_WARPS, 2, 1) else 1
+    forward_step = (3 * together * item + weights * weight_item) * (head + tail)
+    backward_step = (4 * item + weight_item) * (head + tail)
+    programs = programs_per_multiprocessor(width)
+    room = shared_bytes // programs - _SHARED_SPARE
+    forward_stages = _stages(room // 2, forward_step)
+    return Shape(
+        head,
+        tail,
+        forward_together=together,
+        forward_warps=warps,
+        forward_stages=forward_stages,
+        forward_programs=2 * programs if forward_stages > 1 else 0,
+        backward_warps=warps,
+        backward_stages=_stages(room, backward_step) if held else 1,
+        backward_programs=programs,
+        held=held,
+    )
+
+
+def cut(width: int) -> tuple[int, int]:
+    """Head and tail: 5120 = 4096 + 1024, where one block would be padded to 8192."""
+    head = 1 << (width.bit_length() - 1)
+    rest = width - head
+    return head, 1 << (rest - 1).bit_length() if rest else 1  # one column that does not exist
+
+
+def warps_of(width: int) -> int:
+    """The fewest warps, a power of two, that leave each thread few enough elements."""
+    warps = 1
+    while warps < _MOST_WARPS and sum(cut(width)) > _MOST_ELEMENTS * 32 * warps:
+        warps *= 2
+    return warps
+
+
+def programs_per_multiprocessor(width: int) -> int:
+    """How many programs of the backward pass share a multiprocessor: one of eight warps, or more that are smaller."""
+    return max(1, _WARPS_OF_A_MULTIPROCESSOR // warps_of(width))
+
+
+def _stages(room: int, step: int) -> int:
+    """One more than the steps that are held in shared memory, of which two suffice."""
+    return 1 + min(2, max(0, room) // step)
