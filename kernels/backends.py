@@ -218,20 +218,6 @@ class _Tuned(Generic[B]):
         return (self.table, False) if found is None else (found, True)
 
 
-_asked: ContextVar[list[str] | None] = ContextVar("fusepatch_asked", default=None)
-
-
-@contextlib.contextmanager
-def asked() -> Iterator[list[str]]:
-    """The problems that are asked about within it, in this thread, for the first time under the settings in force."""
-    found: list[str] = []
-    token = _asked.set(found)
-    try:
-        yield found
-    finally:
-        _asked.reset(token)
-
-
 def described(problem: Any) -> str:
     """A problem in words, by which a profile knows it: all but the device, for whose kind the profile is made."""
     fields = problem._asdict().items()
@@ -240,9 +226,7 @@ def described(problem: Any) -> str:
 
 def _for_problem(table: Table[P, B], current: settings.Settings, problem: P, any_size: bool) -> B | Reason | _Tuned[B]:
     """The part that does not depend on the call, worked out once per problem and `accelerate()`."""
-    seen = _asked.get()
-    if seen is not None:
-        seen.append(described(problem))
+    profiles.note_asked(described(problem))
     found = _by_table(table, current, problem, any_size)
     if any_size or current.ops[table.op].backend != "auto" or found in _NOT_TUNED or problem.device.type != "cuda":
         return found

@@ -7,11 +7,13 @@ kernel sources: with any other of these its measurements say nothing, and it is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,27 @@ def _files(current: settings.Settings) -> list[Path]:
         return sorted((current.cache_dir / FOLDER).glob("*.json"))
     except OSError:
         return []
+
+
+_asked: ContextVar[list[str] | None] = ContextVar("fusepatch_asked", default=None)
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[list[str]]:
+    """The problems that are asked about within it, in this thread, for the first time under the settings in force."""
+    found: list[str] = []
+    token = _asked.set(found)
+    try:
+        yield found
+    finally:
+        _asked.reset(token)
+
+
+def note_asked(problem: str) -> None:
+    """For `asked()`: a problem that is looked up for the first time under the settings in force."""
+    found = _asked.get()
+    if found is not None:
+        found.append(problem)
 
 
 @functools.lru_cache(maxsize=8)

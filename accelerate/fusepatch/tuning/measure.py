@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .. import catalogue, entry, ledger, settings
+from .. import catalogue, entry, ledger, profiles, settings
 from ..decline import Route
-from ..kernels import backends
 from ..profiles import Measured
 from . import timing
 
@@ -76,7 +75,7 @@ def measure(case: Case, modes: Sequence[str], seconds: float, device: torch.devi
         ledger.watch_first_step(None)  # these are no steps of the user's
         for name in names:
             forced = _naming(op, name)
-            with _in_force(forced), backends.asked() as asked:
+            with _in_force(forced), profiles.asked() as asked:
                 made = case.target.shim.warm(module, forward, case.tokens)
             problems += asked
             if made.route is Route.ORIGINAL:
