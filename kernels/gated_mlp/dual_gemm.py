@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # By its full name: a test runs a broken copy of this file, which is in no package.
+from fusepatch.kernels import tma
 from fusepatch.kernels.gated_mlp.pointwise import _ACTIVATION, _activate
 
 if TYPE_CHECKING:
@@ -109,9 +110,9 @@ def dual_gemm_act(
     h_MI = torch.empty((tokens, inner), dtype=x_MH.dtype, device=x_MH.device)
     gate_up_M2I = torch.empty((tokens, 2 * inner), dtype=x_MH.dtype, device=x_MH.device) if want_gate_up else None
     if tokens:
-        biases = tuple(None if bias is None else _operand(bias.unsqueeze(0)) for bias in (b_gate_I, b_up_I))
+        biases = tuple(None if bias is None else tma.operand(bias.unsqueeze(0)) for bias in (b_gate_I, b_up_I))
         run = Run(x_MH.device, x_MH.dtype, activation, tile_of(tokens, inner))
-        _forward(run, _operand(x_MH), _operand(w_gate_IH), _operand(w_up_IH), biases, h_MI, gate_up_M2I)
+        _forward(run, tma.operand(x_MH), tma.operand(w_gate_IH), tma.operand(w_up_IH), biases, h_MI, gate_up_M2I)
         if gate_up_M2I is not None:
             _compile_the_rest(run, biases, h_MI, gate_up_M2I)
     return h_MI, gate_up_M2I
@@ -127,7 +128,7 @@ def gemm_dact(
     h_MI = torch.empty((tokens, inner), dtype=dtype, device=device) if want_h else None
     if tokens:
         run = Run(device, dtype, activation, tile_of(tokens, inner))
-        _backward(run, _operand(dout_MH), _operand(w_down_HI), _operand(gate_up_M2I), d_gate_up_M2I, h_MI)
+        _backward(run, tma.operand(dout_MH), tma.operand(w_down_HI), tma.operand(gate_up_M2I), d_gate_up_M2I, h_MI)
     return d_gate_up_M2I, h_MI
 
 
@@ -258,12 +259,3 @@ def _described_halves(t_M2I: Tensor | None, rows: int, columns: int) -> tuple[Te
         return None, None
     inner = t_M2I.shape[1] // 2
     return _described(t_M2I[:, :inner], rows, columns), _described(t_M2I[:, inner:], rows, columns)
-
-
-def _operand(t: Tensor) -> Tensor:
-    """`t [rows, columns]` as TMA reads it, with rows that start on 16 bytes: a copy where it lies otherwise."""
-    row, column = t.stride()
-    if column == 1 and row % 8 == 0 and row >= t.shape[1] and t.data_ptr() % 16 == 0:
-        return t
-    # Not contiguous(): that returns the tensor itself where it only starts, or lies as one row, in the wrong place.
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)

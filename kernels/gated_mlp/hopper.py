@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import tma
 from ..cute import compiling
 from .hopper_configuration import (
     Backward,
@@ -52,7 +53,7 @@ def dual_gemm_act(
         size = size_of(tokens, x_MH.shape[1], inner)
         launch = _forward(x_MH.dtype, activation, want_gate_up, size)
         clusters = _clusters(x_MH.device, size)
-        launch(_operand(x_MH), _operand(w_gate_IH), _operand(w_up_IH), h_MI, gate_up_M2I, clusters)
+        launch(tma.operand(x_MH), tma.operand(w_gate_IH), tma.operand(w_up_IH), h_MI, gate_up_M2I, clusters)
         if want_gate_up:
             _compile_the_rest(x_MH.dtype, activation, size)
     return h_MI, gate_up_M2I
@@ -70,7 +71,7 @@ def gemm_dact(
         size = size_of(tokens, dout_MH.shape[1], inner)
         launch = _backward(dtype, activation, want_h, size)
         clusters = _clusters(device, size)
-        launch(_operand(dout_MH), _operand(w_down_HI), _operand(gate_up_M2I), d_gate_up_M2I, h_MI, clusters)
+        launch(tma.operand(dout_MH), tma.operand(w_down_HI), tma.operand(gate_up_M2I), d_gate_up_M2I, h_MI, clusters)
     return d_gate_up_M2I, h_MI
 
 
@@ -119,12 +120,3 @@ def _clusters(device: torch.device, size: Size) -> int:
     """How many clusters the GPU holds at once: one CTA per multiprocessor."""
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count if size is Size.SMALL else count // 2
-
-
-def _operand(t: Tensor) -> Tensor:
-    """`t [rows, columns]` as TMA reads it, with rows that start on 16 bytes: a copy where it lies otherwise."""
-    row, column = t.stride()
-    if column == 1 and row % 8 == 0 and row >= t.shape[1] and t.data_ptr() % 16 == 0:
-        return t
-    # Not contiguous(): that returns the tensor itself where it only starts, or lies as one row, in the wrong place.
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
