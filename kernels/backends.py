@@ -128,6 +128,9 @@ def choose(table: Table[P, B], problem: P, tokens: int, tensors: Sequence[Tensor
             table.known.clear()
         known = table.known[key] = _for_problem(table, *key)
     found, tuned = known.at(tokens) if isinstance(known, _Tuned) else (known, False)
+    if tuned and isinstance(found, Backend) and not _is_warm(table, found, problem, tokens):
+        assert isinstance(known, _Tuned)
+        found, tuned = known.table, False  # what wins, and would be served after a warm-up
     if isinstance(found, Reason):
         return found
     if found.byte_alignment > 1 and any(tensor.data_ptr() % found.byte_alignment for tensor in tensors):
@@ -137,9 +140,12 @@ def choose(table: Table[P, B], problem: P, tokens: int, tensors: Sequence[Tensor
             return Reason.SIZE_NOT_ADMITTED
         if is_capturing(problem.device) and not found.compiled(problem, tokens):
             return Reason.CAPTURE_COLD
-    if found.warmed_only and not _warming.get() and _warm_key(found, problem, tokens) not in table.warmed:
-        return Reason.SIZE_NOT_ADMITTED
-    return found
+    return found if _is_warm(table, found, problem, tokens) else Reason.SIZE_NOT_ADMITTED
+
+
+def _is_warm(table: Table[P, B], backend: B, problem: P, tokens: int) -> bool:
+    """Whether a backend that serves only what was warmed up may serve this; true of any other."""
+    return not backend.warmed_only or _warming.get() or _warm_key(backend, problem, tokens) in table.warmed
 
 
 def is_too_few(table: Table[P, B], tokens: int, device: torch.device) -> bool:
@@ -158,7 +164,8 @@ def is_too_few(table: Table[P, B], tokens: int, device: torch.device) -> bool:
 
 
 def _fewest_tokens(table: Table[P, B], current: settings.Settings, device: torch.device) -> int:
-    if current.ops[table.op].backend != "auto":
+    op = current.ops[table.op]
+    if op.backend != "auto" or op.route is not None:
         return 1
     by_table = [
         backend.fewest_tokens
@@ -215,7 +222,10 @@ class _Tuned(Generic[B]):
             if tokens < fewest:
                 break
             found = served
-        return (self.table, False) if found is None else (found, True)
+        # That a kernel lost says nothing of more tokens than any that were measured; that it won does.
+        if found is None or (isinstance(found, Reason) and tokens > self.steps[-1][0]):
+            return self.table, False
+        return found, True
 
 
 def described(problem: Any) -> str:
@@ -233,11 +243,17 @@ def _for_problem(table: Table[P, B], current: settings.Settings, problem: P, any
     winners = profiles.winners(table.op, described(problem), problem.device)
     if not winners:
         return found
-    steps = tuple((tokens, _tuned(table, problem, name)) for tokens, name in winners)
+    steps = tuple((tokens, _of_all(table, problem, names)) for tokens, names in winners.items())
     return _Tuned(steps, found)
 
 
 _NOT_TUNED = (Reason.ROUTE_BOUND, Reason.META)
+
+
+def _of_all(table: Table[P, B], problem: P, names: Sequence[str | None]) -> B | Reason | None:
+    """What serves a problem that several kinds of modules pose: where one of them was slower so, nothing does."""
+    found = [each for each in (_tuned(table, problem, name) for name in names) if each is not None]
+    return next((each for each in found if isinstance(each, Reason)), found[0] if found else None)
 
 
 def _tuned(table: Table[P, B], problem: P, name: str | None) -> B | Reason | None:

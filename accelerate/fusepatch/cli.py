@@ -227,7 +227,9 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
             report = doctor_report.write(options.report, tell)
         except OSError as error:
             raise CommandError(f"can't write {options.report}: {error.strerror}") from None
-        print(f"written: {options.report}")
+        tell(f"written: {options.report}")
+        if options.json:
+            print(json.dumps(report.to_dict(), indent=2))
         return report.exit_code
     found = doctor.examine(selfcheck=options.selfcheck, tell=tell)
     print(json.dumps(found.to_dict(), indent=2) if options.json else found)

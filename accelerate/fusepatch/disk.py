@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,17 +21,22 @@ log = logging.getLogger("fusepatch")
 _warned: set[Path] = set()
 
 
-def private_folder(name: str) -> Path | None:
-    """The folder `name` of the cache, for what is run as code; None, with one warning, where others could write to it.
+def private_folder(name: str, *, make: bool = True) -> Path | None:
+    """The folder `name` of the cache, for what decides which code runs; None where it may not or can't be used.
 
-    Made with mode 0700 where it is not there. It, and the cache folder that it lies in, must belong to this user; it
-    must be closed to all others, and the cache folder to their writing.
+    Made with mode 0700 where it is not there, unless told not to. It, and the cache folder that it lies in, must belong
+    to this user; it must be closed to all others, and the cache folder to their writing: else it is not used, with one
+    warning.
     """
     cache = settings.current().cache_dir
     path = cache / name
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        why_not = _why_not_private(cache, 0o022) or _why_not_private(path, 0o077)
+        if make:
+            _make(path)
+        elif not os.path.lexists(path):
+            return None
+        # The cache folder may be a link, as home folders on clusters are; what lies in it may not.
+        why_not = _why_not_private(cache, cache.stat(), 0o022) or _why_not_private(path, path.lstat(), 0o077)
     except OSError as error:
         why_not = f"{path}: {error.strerror or error}"
     if why_not is None:
@@ -38,16 +44,24 @@ def private_folder(name: str) -> Path | None:
     if path not in _warned:
         _warned.add(path)
         log.warning(
-            "kernels are compiled again by every process: %s. A folder for code must be its user's own, with mode "
-            "0700: mend that, or set %s_CACHE_DIR to another.",
+            "%s is not used: %s. Code and what decides on it must lie in its user's own folder, with mode 0700: mend "
+            "that, or set %s_CACHE_DIR to another.",
+            path,
             why_not,
             settings.PREFIX,
         )
     return None
 
 
-def _why_not_private(path: Path, closed: int) -> str | None:
-    found = path.lstat()
+def _make(path: Path) -> None:
+    """Makes the folder and those above it that are missing, closed to others whatever the umask."""
+    if not path.is_dir():
+        if not path.parent.is_dir():
+            _make(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _why_not_private(path: Path, found: os.stat_result, closed: int) -> str | None:
     if not stat.S_ISDIR(found.st_mode):
         return f"{path} is not a folder"
     if found.st_uid != os.getuid():
@@ -58,14 +72,18 @@ def _why_not_private(path: Path, closed: int) -> str | None:
 
 
 def write_whole(path: Path, data: bytes) -> bool:
-    """Puts `data` at `path` at once; whether it did. Another process sees the whole file or none."""
-    half = path.with_name(f"{path.name}.{os.getpid()}.half")
+    """Puts `data` at `path` at once; whether it did. Whoever reads meanwhile sees the whole file or none."""
+    half = None
     try:
-        half.write_bytes(data)
-        half.replace(path)
+        # A name of its own: two containers on one home folder may have one process number.
+        handle, half = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".half")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(half, path)
     except OSError:
-        with contextlib.suppress(OSError):
-            half.unlink()
+        if half is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(half)
         return False
     return True
 
@@ -76,7 +94,7 @@ def one_process(path: Path, wait_s: float) -> Iterator[bool]:
     try:
         import fcntl
 
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(path.parent)
         file = path.open("w")
     except (ImportError, OSError):
         yield True
@@ -92,4 +110,7 @@ def one_process(path: Path, wait_s: float) -> Iterator[bool]:
                     yield False
                     return
                 time.sleep(0.2)
-        yield True
+        try:
+            yield True
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a child that was forked meanwhile has it open too

@@ -7,7 +7,6 @@ The file is Markdown: rows for docs/evidence.md, what was wrong, and everything 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -76,8 +75,8 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 where `doctor` found a problem or a parity check failed."""
-        failed = any(done.step.what == "parity" and done.code in (1, None) for done in self.done)
+        """1 where `doctor` found a problem, or a parity check failed, died or had no end."""
+        failed = any(done.step.what == "parity" and done.code not in (0, 3) for done in self.done)
         return 1 if failed else self.diagnosis.exit_code
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def plan(diagnosis: doctor.Diagnosis) -> tuple[tuple[Step, ...], tuple[str, ...]
     can = [each for each in kernels if each.serves != "no"]
     left_out = [f"{each.backend}, {each.route}: {each.reason}" for each in kernels if each.serves == "no"]
     steps = [_parity(each, on_gpu) for each in can]
-    if importlib.util.find_spec("benchmarks") is None or not Path("benchmarks/gated_mlp.py").exists():
+    if not Path("benchmarks/gated_mlp.py").exists():  # `python -m` looks in the working folder
         left_out.append("the benchmark: it is in the repository; run this in its root folder")
     elif can:
         arms = ("gemm_floor", "eager", *(f"fusepatch_{each.route}_{each.backend}" for each in can))

@@ -8,10 +8,10 @@ kernel sources: with any other of these its measurements say nothing, and it is 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
@@ -25,6 +25,9 @@ from . import disk, selfcheck, settings
 log = logging.getLogger("fusepatch")
 
 FOLDER = "profiles"
+MOST_TOKENS = 2**40
+_BASELINES = ("transformers", "flash-linear-attention", "apache-tvm-ffi")
+"""Distributions whose code a measurement depends on, besides those of a self-check."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,16 @@ class Measured:
 
     op: str
     module: str
-    """What was measured, for people: class and sizes."""
+    """What was measured, for people: class, sub-modules and dtype."""
     problems: tuple[str, ...]
     """The problems, as kernels/backends.py writes them, that a call of it asks about, one per route."""
     tokens: int
+    modes: tuple[str, ...]
+    """What must not become slower; the first decided which is fastest."""
     backend: str | None
     """The fastest; None where the library's own code was, or nothing else was apart from it."""
     over_library: Mapping[str, Mapping[str, float]]
-    """Time over the library's own, by backend and by `train` (forward + backward) or `forward`: medians."""
+    """Time over the library's own, by backend and mode: medians."""
     why_not: Mapping[str, str] = field(default_factory=dict)
     """Backends that could not be measured, and why."""
 
@@ -52,21 +57,36 @@ class Profile:
     identity: Mapping[str, str]
     measured: tuple[Measured, ...] = ()
 
-    def find(self, op: str, module: str, tokens: int) -> Measured | None:
-        """What was measured of this module and number of tokens."""
-        return next((m for m in self.measured if (m.op, m.module, m.tokens) == (op, module, tokens)), None)
+    def find(self, op: str, module: str, tokens: int, modes: tuple[str, ...]) -> Measured | None:
+        """What was measured of this module and number of tokens, for these modes."""
+        key = (op, module, tokens, modes)
+        return next((m for m in self.measured if (m.op, m.module, m.tokens, m.modes) == key), None)
 
     def with_(self, new: Measured) -> Profile:
-        """The profile with one more; in place of what was measured of the same before."""
+        """The profile with one more; in place of what was measured of the same before, for whatever modes."""
         key = (new.op, new.module, new.tokens)
         kept = tuple(m for m in self.measured if (m.op, m.module, m.tokens) != key)
         return Profile(self.identity, (*kept, new))
 
 
-def winners(op: str, problem: str, device: torch.device) -> tuple[tuple[int, str | None], ...]:
-    """(number of tokens, the fastest backend or None) of what was measured of this problem, by number of tokens."""
-    measured = _measured_on(device)
-    return tuple(sorted((m.tokens, m.backend) for m in measured if m.op == op and problem in m.problems))
+def identity(kind: str) -> dict[str, str]:
+    """All that a profile holds for, on this kind of device."""
+    return {**selfcheck.versions(kind), **{name: selfcheck.version(name) for name in _BASELINES}}
+
+
+# ---------------------------------------------------------------------------------------------------- looking up
+
+
+def winners(op: str, problem: str, device: torch.device) -> dict[int, tuple[str | None, ...]]:
+    """By number of tokens, ascending: the fastest backends of the modules that pose this problem, each once.
+
+    None among them is the library's own code.
+    """
+    found: dict[int, tuple[str | None, ...]] = {}
+    for each in sorted(_measured_on(device), key=lambda each: each.tokens):
+        if each.op == op and problem in each.problems:
+            found[each.tokens] = tuple(dict.fromkeys((*found.get(each.tokens, ()), each.backend)))
+    return found
 
 
 def fewest_tokens(op: str, device: torch.device) -> tuple[int, ...]:
@@ -74,25 +94,35 @@ def fewest_tokens(op: str, device: torch.device) -> tuple[int, ...]:
     return tuple(each.tokens for each in _measured_on(device) if each.op == op and each.backend is not None)
 
 
+_read: weakref.WeakKeyDictionary[settings.Settings, dict[str, tuple[Measured, ...]]] = weakref.WeakKeyDictionary()
+"""By the settings of an `accelerate()` and the kind of device."""
+
+
 def _measured_on(device: torch.device) -> tuple[Measured, ...]:
     current = settings.current()
-    if not _are_any(current):
+    by_kind = _read.get(current)
+    if by_kind is None:
+        by_kind = _read[current] = {}
+        if not _files():  # nothing was ever tuned here: the GPU need not be asked what it is
+            by_kind[""] = ()
+    if "" in by_kind:
         return ()
-    found = _in_force(current, selfcheck.device_kind(device))
-    return () if found is None else found.measured
+    kind = selfcheck.device_kind(device)
+    if kind not in by_kind:
+        by_kind[kind] = _in_force(kind)
+    return by_kind[kind]
 
 
-@functools.lru_cache(maxsize=8)
-def _are_any(current: settings.Settings) -> bool:
-    """Whether anything was ever tuned here: where it was not, the GPU need not be asked what it is."""
-    return bool(_files(current))
-
-
-def _files(current: settings.Settings) -> list[Path]:
-    try:
-        return sorted((current.cache_dir / FOLDER).glob("*.json"))
-    except OSError:
-        return []
+def _in_force(kind: str) -> tuple[Measured, ...]:
+    wanted = identity(kind)
+    found = read(wanted)
+    if found is not None:
+        log.info("the profile that `fusepatch tune` made for %s is in force: %d sizes", kind, len(found.measured))
+        return found.measured
+    others = _others_than(wanted)
+    if others:
+        log.info("%s. `fusepatch tune` makes one for here", "; ".join(others))
+    return ()
 
 
 _asked: ContextVar[list[str] | None] = ContextVar("fusepatch_asked", default=None)
@@ -116,59 +146,57 @@ def note_asked(problem: str) -> None:
         found.append(problem)
 
 
-@functools.lru_cache(maxsize=8)
-def _in_force(current: settings.Settings, kind: str) -> Profile | None:
-    """Read once per `accelerate()`, which makes new settings."""
-    identity = selfcheck.versions(kind)
-    found = read(identity)
-    if found is not None:
-        log.info("the profile that `fusepatch tune` made for %s is in force: %d sizes", kind, len(found.measured))
-        return found
-    others = others_than(identity)
-    if others:
-        log.info("%s. `fusepatch tune` makes one for here", "; ".join(others))
-    return None
-
-
 # --------------------------------------------------------------------------------------------------------- on disk
 
+WAIT_LIMIT_S = 20.0
 
-def place(identity: Mapping[str, str]) -> Path:
-    """Where the profile for what `identity` says lies."""
-    name = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:24]
+
+def place(wanted: Mapping[str, str]) -> Path:
+    """Where the profile for what `wanted` says lies."""
+    name = hashlib.sha256(json.dumps(dict(wanted), sort_keys=True).encode()).hexdigest()[:24]
     return settings.current().cache_dir / FOLDER / f"{name}.json"
 
 
-def read(identity: Mapping[str, str]) -> Profile | None:
-    """The profile made for exactly this; None where there is none, or it can't be read."""
-    path = place(identity)
+def read(wanted: Mapping[str, str]) -> Profile | None:
+    """The profile made for exactly this; None where there is none, or it can't be read or trusted."""
+    path = place(wanted)
+    if path not in _files():
+        return None
     found = _parse(path)
-    if found is None and path.exists():
+    if found is None:
         log.warning("the profile %s is damaged, and is ignored: run `fusepatch tune` again", path)
-    return found if found is not None and found.identity == dict(identity) else None
+    return found if found is not None and found.identity == dict(wanted) else None
 
 
-def write(profile: Profile) -> bool:
-    """Puts the profile on disk; whether that could be done."""
-    path = place(profile.identity)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
+def add(wanted: Mapping[str, str], new: Measured) -> bool:
+    """Adds to the profile on disk, to which another process may be adding too; whether that could be done."""
+    if disk.private_folder(FOLDER) is None:
         return False
-    return disk.write_whole(path, (json.dumps(asdict(profile), indent=1) + "\n").encode())
+    path = place(wanted)
+    with disk.one_process(path.with_suffix(".lock"), WAIT_LIMIT_S):
+        profile = (read(wanted) or Profile(wanted)).with_(new)
+        return disk.write_whole(path, (json.dumps(asdict(profile), indent=1) + "\n").encode())
 
 
-def others_than(identity: Mapping[str, str]) -> list[str]:
+def _files() -> list[Path]:
+    folder = disk.private_folder(FOLDER, make=False)
+    try:
+        return [] if folder is None else sorted(folder.glob("*.json"))
+    except OSError:
+        return []
+
+
+def _others_than(wanted: Mapping[str, str]) -> list[str]:
     """What to say of each profile on disk that was made for something else."""
     said = []
-    for path in _files(settings.current()):
+    for path in _files():
         found = _parse(path)
-        if found is None or found.identity == dict(identity):
+        if found is None or found.identity == dict(wanted):
             continue
         differs = [
-            f"{name} {found.identity.get(name, '-')} (here {identity.get(name, '-')})"
-            for name in sorted({*identity, *found.identity})
-            if found.identity.get(name) != identity.get(name)
+            f"{name} {found.identity.get(name, '-')} (here {wanted.get(name, '-')})"
+            for name in sorted({*wanted, *found.identity})
+            if found.identity.get(name) != wanted.get(name)
         ]
         said.append(f"a profile is ignored, since it was made with {', '.join(differs)}")
     return said
@@ -177,18 +205,40 @@ def others_than(identity: Mapping[str, str]) -> list[str]:
 def _parse(path: Path) -> Profile | None:
     try:
         stored: Any = json.loads(path.read_text())
-        measured = tuple(
-            Measured(
-                op=str(each["op"]),
-                module=str(each["module"]),
-                problems=tuple(map(str, each["problems"])),
-                tokens=int(each["tokens"]),
-                backend=None if each["backend"] is None else str(each["backend"]),
-                over_library={str(name): dict(ratios) for name, ratios in each["over_library"].items()},
-                why_not={str(name): str(why) for name, why in each["why_not"].items()},
-            )
-            for each in stored["measured"]
-        )
-        return Profile({str(name): str(value) for name, value in stored["identity"].items()}, measured)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Profile(_texts(stored["identity"]), tuple(map(_parse_one, stored["measured"])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _parse_one(each: Any) -> Measured:
+    """Raises one of the above where it is not what `add` writes."""
+    tokens, backend = each["tokens"], each["backend"]
+    if type(tokens) is not int or not 1 <= tokens <= MOST_TOKENS:
+        raise ValueError(tokens)
+    over = {_text(name): {_text(mode): _number(n) for mode, n in r.items()} for name, r in each["over_library"].items()}
+    return Measured(
+        _text(each["op"]),
+        _text(each["module"]),
+        tuple(map(_text, each["problems"])),
+        tokens,
+        tuple(map(_text, each["modes"])),
+        None if backend is None else _text(backend),
+        over,
+        _texts(each["why_not"]),
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(value)
+    return float(value)
+
+
+def _texts(values: Any) -> dict[str, str]:
+    return {_text(name): _text(value) for name, value in values.items()}

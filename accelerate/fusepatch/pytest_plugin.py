@@ -23,7 +23,7 @@ class Counts:
     """What the patched classes counted in one process, or in several."""
 
     calls: Mapping[str, int] = field(default_factory=dict)
-    """By route."""
+    """By route, with the sites in CUDA graphs."""
     declines: Mapping[str, int] = field(default_factory=dict)
     """By reason, of those that took a slower route than the fastest."""
     traces: Mapping[str, int] = field(default_factory=dict)
@@ -161,6 +161,7 @@ def _read_counts() -> Counts:
     counts = Counts()
     for target in entry.status().targets:
         counts = counts.plus(Counts(**{name: target.total(name) for name in asdict(counts)}))
+        counts = counts.plus(Counts(calls=target.total("captured")))
     return counts
 
 

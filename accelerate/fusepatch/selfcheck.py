@@ -99,6 +99,15 @@ _verdicts: dict[tuple[Check, str], Verdict] = {}
 _lock = threading.Lock()
 
 
+def _fresh_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fresh_lock)  # another thread may have been waiting for a check
+
+
 def verdict(check: Check, device: torch.device) -> Verdict:
     """The verdict for this kind of device: from this process, from disk, or from a check that runs now."""
     kind = device_kind(device)

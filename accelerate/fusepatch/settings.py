@@ -75,7 +75,7 @@ def _directory(text: str) -> Path:
     if not text.strip():
         raise ValueError(text)
     try:
-        return Path(text).expanduser()
+        return Path(text).expanduser().absolute()
     except RuntimeError:  # ~somebody, who has no home here
         raise ValueError(text) from None
 

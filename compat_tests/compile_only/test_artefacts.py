@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,6 +217,46 @@ def test_a_cache_folder_that_others_may_write(folder: Path, caplog: pytest.LogCa
     assert "has mode 0777" in refused(caplog)
     folder.chmod(0o755)
     assert disk.private_folder("kernels") is not None
+
+
+def test_whatever_the_umask_what_is_made_is_usable(folder: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        assert disk.private_folder("kernels") is not None
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_folder_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir(mode=0o755)
+    folder.symlink_to(tmp_path / "scratch")
+    assert disk.private_folder("kernels") == folder / "kernels"
+
+
+def test_a_lock_is_given_back_though_a_child_was_forked(tmp_path: Path) -> None:
+    with disk.one_process(tmp_path / "lock", 1.0) as had:
+        assert had
+        child = os.fork()
+        if not child:
+            time.sleep(5)
+            os._exit(0)
+    try:
+        with disk.one_process(tmp_path / "lock", 1.0) as had:
+            assert had
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_an_exporter_that_fails_costs_speed_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def export_to_c(self, *_: object, **__: object) -> None:
+            raise RuntimeError("no")
+
+    caplog.set_level("INFO", "fusepatch")
+    artefacts.store(tmp_path / "entry.so", "ours", Broken())
+    assert "is not kept: no" in caplog.text
 
 
 def test_a_link(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -142,9 +142,10 @@ def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     first = compiling.compiled("a", build, "sm_90a")
     assert compiling.compiled("a", build, "sm_90a") is first
-    assert compiling.is_compiled("a")
-    assert not compiling.is_compiled("b")
+    assert compiling.is_compiled("a", "sm_90a")
+    assert not compiling.is_compiled("b", "sm_90a")
     assert compiling.compiled("b", build, "sm_90a")() == "b"
+    assert not compiling.is_compiled("a", "sm_100a")
     assert made == [(each, "--enable-tvm-ffi --gpu-arch sm_90a") for each in "ab"]
 
 
@@ -152,9 +153,9 @@ def test_capture_waits_for_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatc
     needed = hopper.configurations(torch.bfloat16, "silu", hopper.Size.SHALLOW)
     assert len(set(needed)) == 4
     for missing in needed:
-        monkeypatch.setattr(compiling, "_compiled", {each: print for each in needed if each != missing})
+        monkeypatch.setattr(compiling, "_compiled", {(each, "sm_90a"): print for each in needed if each != missing})
         assert not hopper.is_compiled(PLAIN, 16384)
-    monkeypatch.setattr(compiling, "_compiled", dict.fromkeys(needed, print))
+    monkeypatch.setattr(compiling, "_compiled", {(each, "sm_90a"): print for each in needed})
     assert hopper.is_compiled(PLAIN, 16384)
     assert not hopper.is_compiled(PLAIN, 1)
 

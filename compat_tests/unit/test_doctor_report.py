@@ -103,7 +103,7 @@ def test_the_file(here: Callable[..., list[str]], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "outcome", "exit_code"), [(1, "failed", 1), (3, "nothing ran natively", 0), (-11, "exit code -11", 0)]
+    ("code", "outcome", "exit_code"), [(1, "failed", 1), (3, "nothing ran natively", 0), (-11, "exit code -11", 1)]
 )
 def test_outcomes(here: Callable[..., list[str]], tmp_path: Path, code: int, outcome: str, exit_code: int) -> None:
     here({"cudnn": code})
@@ -161,6 +161,6 @@ def test_a_child_that_hangs_is_ended() -> None:
 def test_the_command(here: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here()
     assert cli.main(["doctor", "--report", str(tmp_path / "report.md")]) == 0
-    assert "written" in capsys.readouterr().out
+    assert "written" in capsys.readouterr().err
     assert cli.main(["doctor", "--report", str(tmp_path / "no" / "report.md")]) == cli.USAGE_ERROR
     assert "can't write" in capsys.readouterr().err

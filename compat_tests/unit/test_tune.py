@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 import fusepatch
-from fusepatch import cli, profiles, selfcheck, settings
+from fusepatch import cli, disk, profiles, selfcheck, settings
 from fusepatch.decline import Reason, Route
 from fusepatch.kernels import backends
 from fusepatch.kernels.gated_mlp import choose
@@ -65,12 +67,16 @@ def begin_anew() -> None:
 
 def keep(*found: tuple[int, str | None], problems: tuple[choose.Problem, ...] = (PLAIN, BETWEEN)) -> Path:
     """Writes a profile that says so, for this kind of GPU."""
-    identity = selfcheck.versions(KIND)
-    names = tuple(map(backends.described, problems))
-    measured = tuple(Measured("gated_mlp", "module", names, tokens, backend, {}) for tokens, backend in found)
-    assert profiles.write(Profile(identity, measured))
+    identity = profiles.identity(KIND)
+    for tokens, backend in found:
+        assert profiles.add(identity, of(tokens, backend, *problems))
     begin_anew()
     return profiles.place(identity)
+
+
+def of(tokens: int, backend: str | None, *problems: choose.Problem, module: str = "module") -> Measured:
+    names = tuple(map(backends.described, problems))
+    return Measured("gated_mlp", module, names, tokens, ("train",), backend, {})
 
 
 # -------------------------------------------------------------------------------------------------------- following it
@@ -95,6 +101,46 @@ def test_where_the_library_was_fastest_nothing_serves() -> None:
     assert choose.choose(PLAIN, 2000) is Reason.SIZE_NOT_ADMITTED
     assert choose.choose(BETWEEN, 2000) is Reason.SIZE_NOT_ADMITTED
     assert choose.choose(BETWEEN, 1999) is SLOW
+    assert choose.choose(PLAIN, 2001) is QUICK  # more than any that was measured: the table's
+
+
+def test_between_two_that_were_measured_the_lower_one_counts() -> None:
+    keep((2000, None), (4000, "hopper"))
+    assert choose.choose(PLAIN, 3999) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(PLAIN, 4001) is QUICK
+
+
+@pytest.mark.parametrize("other", [None, "hopper", "triton"])
+def test_two_kinds_of_modules_that_pose_one_problem(other: str | None) -> None:
+    """Two classes of the same sizes: where either was slower so, nothing serves; whatever the order."""
+    for first, second in (("hopper", other), (other, "hopper")):
+        identity = profiles.identity(KIND)
+        for module, backend in (("one", first), ("another", second)):
+            assert profiles.add(identity, of(100, backend, PLAIN, module=module))
+        begin_anew()
+        assert choose.choose(PLAIN, 100) is (QUICK if other == "hopper" else Reason.SIZE_NOT_ADMITTED)
+
+
+def test_what_won_where_the_route_is_not_asked_says_nothing_there() -> None:
+    """A plain module, served whole, and one with adapters, of which only the pointwise part can be."""
+    identity = profiles.identity(KIND)
+    profiles.add(identity, of(5, "hopper", PLAIN, BETWEEN, module="plain"))
+    profiles.add(identity, of(5, "triton", BETWEEN, module="adapters"))
+    begin_anew()
+    assert choose.choose(PLAIN, 5) is QUICK
+    assert choose.choose(BETWEEN, 5) is SLOW
+
+
+def test_a_winner_that_waits_for_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the table decides."""
+    monkeypatch.setattr(choose, "BACKENDS", (SLOW, dataclasses.replace(QUICK, warmed_only=True, named_only=True)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: types.SimpleNamespace(cuda_stream=0))
+    winner = choose.BACKENDS[1]
+    keep((100, "hopper"))
+    assert choose.choose(PLAIN, 100) is Reason.NO_KERNEL
+    assert choose.choose(BETWEEN, 100) is SLOW
+    choose.admit(winner, PLAIN, 100)
+    assert choose.choose(PLAIN, 100) is winner
 
 
 def test_where_another_route_was_fastest() -> None:
@@ -165,10 +211,16 @@ def test_a_direct_call_of_the_op_does_not_ask_it() -> None:
 
 def test_a_profile_that_is_written_meanwhile_changes_nothing() -> None:
     assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
-    identity = selfcheck.versions(KIND)
-    profiles.write(Profile(identity, (Measured("gated_mlp", "m", (backends.described(PLAIN),), 100, "hopper", {}),)))
+    profiles.add(profiles.identity(KIND), of(100, "hopper", PLAIN))
     assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
     assert choose.choose(PLAIN._replace(inner=128), 100) is Reason.SIZE_NOT_ADMITTED
+    in_force = settings.current()
+    for _ in range(20):  # as nested accelerated() blocks
+        settings.install(settings.read())
+        choose.choose(PLAIN, 1)
+    settings.install(in_force)
+    choose.forget()
+    assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
     begin_anew()
     assert choose.choose(PLAIN, 100) is QUICK
 
@@ -176,11 +228,9 @@ def test_a_profile_that_is_written_meanwhile_changes_nothing() -> None:
 # ------------------------------------------------------------------------------------------------------ whose it is
 
 
-@pytest.mark.parametrize("what", ["device", "driver", "torch", "cuda", "triton", "cutlass", "cudnn", "sources"])
+@pytest.mark.parametrize("what", sorted(profiles.identity("cpu")))
 def test_a_profile_from_elsewhere_is_ignored_and_said(caplog: pytest.LogCaptureFixture, what: str) -> None:
-    identity = {**selfcheck.versions(KIND), what: "another"}
-    names = (backends.described(PLAIN),)
-    profiles.write(Profile(identity, (Measured("gated_mlp", "module", names, 100, "hopper", {}),)))
+    profiles.add({**profiles.identity(KIND), what: "another"}, of(100, "hopper", PLAIN))
     begin_anew()
     caplog.set_level(logging.INFO, "fusepatch")
     assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
@@ -204,7 +254,12 @@ def test_a_profile_under_anothers_name_is_ignored() -> None:
         pytest.param(lambda text: "", id="empty"),
         pytest.param(lambda text: text[: len(text) // 2], id="cut short"),
         pytest.param(lambda text: "[]", id="a list"),
-        pytest.param(lambda text: text.replace('"tokens": 100', '"tokens": "many"'), id="no number"),
+        *(
+            pytest.param(lambda text, n=number: text.replace('"tokens": 100', f'"tokens": {n}'), id=number[:9])
+            for number in ('"100"', "-1", "0", "true", "1e999", "1.5", "9" * 5000, "null", "[" * 100_000)
+        ),
+        pytest.param(lambda text: text.replace('"over_library": {}', '"over_library": {"a": {"b": "c"}}'), id="text"),
+        pytest.param(lambda text: text.replace('"hopper"', "7"), id="no name"),
         pytest.param(lambda text: text.replace('"measured"', '"other"'), id="a key is gone"),
     ],
 )
@@ -216,6 +271,45 @@ def test_a_damaged_profile_is_ignored_and_said(caplog: pytest.LogCaptureFixture,
     assert "is damaged" in caplog.text
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o750])
+def test_a_profile_that_others_could_have_written_is_ignored(caplog: pytest.LogCaptureFixture, mode: int) -> None:
+    path = keep((100, "hopper"))
+    path.parent.chmod(mode)
+    begin_anew()
+    disk._warned.clear()
+    assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
+    assert f"has mode {mode:04o}" in caplog.text
+
+
+def test_a_cache_that_can_not_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root's, after a run under sudo."""
+    keep((100, "hopper"))
+
+    def closed(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", closed)
+    monkeypatch.setattr(Path, "read_text", closed)
+    assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
+
+
+def test_two_processes_that_tune_at_once() -> None:
+    """Neither loses what the other measured."""
+    identity = profiles.identity(KIND)
+    threads = [
+        threading.Thread(target=lambda n=n: [profiles.add(identity, of(t, None, module=f"m{n}")) for t in range(1, 6)])
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = profiles.read(identity)
+    assert found is not None
+    assert len(found.measured) == 20
+    assert not list(profiles.place(identity).parent.glob("*.half"))
+
+
 def test_a_profile_that_is_in_force_is_said(caplog: pytest.LogCaptureFixture) -> None:
     keep((100, "hopper"), (200, None))
     caplog.set_level(logging.INFO, "fusepatch")
@@ -224,12 +318,14 @@ def test_a_profile_that_is_in_force_is_said(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_what_is_written_is_what_is_read() -> None:
-    identity = selfcheck.versions(KIND)
-    whole = Measured("gated_mlp", "m", ("a", "b"), 7, None, {"triton": {"train": 1.5}}, {"hopper": "dtype"})
-    profile = Profile(identity).with_(whole).with_(dataclasses.replace(whole, tokens=8)).with_(whole)
-    assert len(profile.measured) == 2
-    assert profiles.write(profile)
-    assert profiles.read(identity) == profile
+    identity = profiles.identity(KIND)
+    whole = Measured("gated_mlp", "m", ("a", "b"), 7, ("train",), None, {"triton": {"train": 1.5}}, {"hopper": "dtype"})
+    for each in (whole, dataclasses.replace(whole, tokens=8), whole):
+        assert profiles.add(identity, each)
+    found = profiles.read(identity)
+    assert found == Profile(identity, (dataclasses.replace(whole, tokens=8), whole))
+    assert found.find("gated_mlp", "m", 7, ("train",)) == whole
+    assert found.find("gated_mlp", "m", 7, ("forward",)) is None
 
 
 # ---------------------------------------------------------------------------------------------------------- measuring
@@ -262,7 +358,7 @@ def test_each_arm_runs_what_it_is_named_after(rehearsal: dict[str, Any], monkeyp
     monkeypatch.setattr(module, "dual_gemm_act", lambda *a, **k: (ran.append("ours"), forward(*a, **k))[1])
     model = tiny_llama(torch.float32)
     report = tuning.tune(model, 32, device="cpu")
-    assert len(ran) == 3  # while warming, and in both modes
+    assert len(ran) == 5  # while warming, and twice in both modes
     train, alone = rehearsal["compared"]
     for compared in (train, alone):
         ours, stock = compared["reference"], compared["library"]
@@ -351,7 +447,7 @@ def kept(rehearsal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[mea
 
     def one(case: measure.Case, modes: Any, seconds: float, device: torch.device) -> Measured:
         done.append(case)
-        return Measured(case.target.op, case.name, ("problem",), case.tokens, "hopper", {})
+        return Measured(case.target.op, case.name, ("problem",), case.tokens, modes, "hopper", {})
 
     monkeypatch.setattr(tuning, "measure", one)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -411,8 +507,157 @@ def test_a_case_without_enough_memory_is_left_out(kept: list[measure.Case], monk
     monkeypatch.setattr(tuning, "measure", large)
     told: list[str] = []
     report = tuning.tune(tiny_llama(torch.float32), [1, 2, 3], device="cuda:0", tell=told.append)
-    assert (report.new, report.left) == (2, 1)
+    assert (report.new, report.left, report.left_out) == (2, 0, ("LlamaMLP, 2 tokens: not enough memory",))
     assert "not enough memory" in told[1]
+    assert "left out: LlamaMLP, 2 tokens" in str(report)
+
+
+def test_other_modes_or_another_activation_are_measured_anew(kept: list[measure.Case]) -> None:
+    model = tiny_llama(torch.float32)
+    tuning.tune(model, 8, modes=("forward",), device="cuda:0")
+    assert tuning.tune(model, 8, modes=("forward",), device="cuda:0").new == 0
+    assert tuning.tune(model, 8, modes=("train",), device="cuda:0").new == 1
+    for name, module in model.named_modules():
+        if name.endswith("0.mlp"):
+            module.act_fn = nn.GELU()
+    report = tuning.tune(model, 8, modes=("train",), device="cuda:0")
+    assert (report.new, len(report.measured)) == (1, 2)  # one layer has another activation
+
+
+@pytest.mark.parametrize("reason", measure.TRANSIENT)
+def test_what_may_pass_is_not_kept(kept: list[measure.Case], monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    one = tuning.measure
+    busy = lambda *given: dataclasses.replace(one(*given), backend=None, why_not={"hopper": reason})
+    monkeypatch.setattr(tuning, "measure", busy)
+    report = tuning.tune(tiny_llama(torch.float32), 8, device="cuda:0")
+    assert report.profile is None
+    assert report.left_out == (f"LlamaMLP, 8 tokens, is not kept: {reason}",)
+    monkeypatch.setattr(tuning, "measure", one)
+    assert tuning.tune(tiny_llama(torch.float32), 8, device="cuda:0").new == 1
+
+
+def test_one_write_that_fails_does_not_stop_the_next(kept: list[measure.Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    write, calls = disk.write_whole, []
+    monkeypatch.setattr(disk, "write_whole", lambda *a: (calls.append(a), len(calls) != 2 and write(*a))[1])
+    report = tuning.tune(tiny_llama(torch.float32), [1, 2, 3], device="cuda:0")
+    assert report.profile is not None
+    assert len(json.loads(report.profile.read_text())["measured"]) == 2
+
+
+# --------------------------------------------------------------------------------------------------- odd models
+
+
+def mlp_of(model: nn.Module) -> Any:
+    return model.model.layers[0].mlp  # type: ignore[union-attr]
+
+
+def freeze(model: nn.Module) -> None:
+    model.requires_grad_(False)
+
+
+def quantise(model: nn.Module) -> None:
+    weight = mlp_of(model).up_proj.weight
+    mlp_of(model).up_proj.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
+
+
+def empty(model: nn.Module) -> None:
+    mlp_of(model).up_proj.weight = nn.Parameter(torch.zeros(0, 64))
+
+
+def scalar(model: nn.Module) -> None:
+    mlp_of(model).scale = nn.Parameter(torch.ones(()))
+
+
+def uncopyable(model: nn.Module) -> None:
+    mlp_of(model).lock = threading.Lock()
+
+
+def raising(model: nn.Module) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no\nmore")
+
+    mlp_of(model).register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (freeze, ()),
+        (scalar, ()),
+        (quantise, ("quantised",)),
+        (empty, ("sharded",)),
+        (uncopyable, ("can't be copied: TypeError",)),
+        (raising, ("the library's own code fails: RuntimeError: no",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_module_that_can_not_be_measured_does_not_stop_the_others(
+    rehearsal: dict[str, Any], change: Callable[[nn.Module], None], says: tuple[str, ...]
+) -> None:
+    model = tiny_llama(torch.float32)
+    change(model)
+    report = tuning.tune(model, 8, device="cpu")
+    assert report.new == {scalar: 2, uncopyable: 0, raising: 0}.get(change, 1)
+    assert len(report.left_out) == len(says)
+    assert all(text in found for text, found in zip(says, report.left_out, strict=True))
+
+
+def test_a_backend_that_raises_does_not_stop_the_others(
+    rehearsal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = __import__(choose.REFERENCE.module, fromlist=["gemm_dact"])
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("launch failed\nand more")
+
+    monkeypatch.setattr(module, "gemm_dact", fail)
+    (found,) = tuning.tune(tiny_llama(torch.float32), 8, device="cpu").measured
+    assert (found.backend, dict(found.why_not)) == (None, {"reference": "RuntimeError: launch failed"})
+    assert fusepatch.status().targets[0].state == "restored"
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_what_surrounds_it_does_not_matter(rehearsal: dict[str, Any], context: Callable[[], Any]) -> None:
+    expected = tuning.tune(tiny_llama(torch.float32), 8, device="cpu").measured
+    with context():
+        assert tuning.tune(tiny_llama(torch.float32), 8, device="cpu").measured == expected
+
+
+def test_strict_mode_from_the_environment(rehearsal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEPATCH_STRICT", "1")
+    model = tiny_llama(torch.float32)
+    assert tuning.tune(model, 8, device="cpu").new == 1
+    for name, module in model.named_modules():
+        if name.endswith("mlp"):
+            module.act_fn = nn.ReLU()
+    (found,) = tuning.tune(model, 8, device="cpu").measured
+    assert dict(found.why_not) == {"reference": "activation"}
+
+
+def test_random_numbers_stay_the_users(rehearsal: dict[str, Any]) -> None:
+    model = tiny_llama(torch.float32)
+    before = torch.random.get_rng_state()
+    tuning.tune(model, 8, device="cpu")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_where_nothing_could_run_natively_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(torch.float32)
+    with fusepatch.disabled(), pytest.raises(RuntimeError, match="inside disabled"):
+        tuning.tune(model, 8, device="cpu")
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(RuntimeError, match="global module hooks"):
+            tuning.tune(model, 8, device="cpu")
+    finally:
+        handle.remove()
+    monkeypatch.setenv("FUSEPATCH", "0")
+    with pytest.raises(ValueError, match="FUSEPATCH=0 turns every op off"):
+        tuning.tune(model, 8, device="cpu")
 
 
 def test_an_op_that_is_off_is_not_tuned(rehearsal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

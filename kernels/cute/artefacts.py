@@ -74,7 +74,7 @@ def store(path: Path, key: str, compiled: Any) -> None:
     """Writes the entry; where that can't be done the next process compiles again, and nothing else is lost."""
     try:
         library = _link(compiled)
-    except (OSError, subprocess.SubprocessError) as error:
+    except Exception as error:  # the DSL's exporter raises what it likes; the kernel itself is there
         log.info("a compiled kernel is not kept: %s", error)
         return
     if not disk.write_whole(path, library + _seal(key, library)):

@@ -8,6 +8,7 @@ current stream there. On an H200's host a launch takes 7.8 us so, 87 us through 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -21,8 +22,18 @@ Configuration = TypeVar("Configuration", bound=Hashable)
 WAIT_LIMIT_S = 60.0
 """For another process that compiles the same kernel, which takes it 1 to 3 s; then each compiles for itself."""
 
-_compiled: dict[Hashable, Launch] = {}
+_compiled: dict[tuple[Hashable, str], Launch] = {}
+"""By configuration and architecture."""
 _lock = threading.Lock()
+
+
+def _fresh_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fresh_lock)  # another thread may have been compiling
 
 
 def compiled(configuration: Configuration, build: Callable[[Configuration, str], Launch], arch: str) -> Launch:
@@ -31,19 +42,19 @@ def compiled(configuration: Configuration, build: Callable[[Configuration, str],
     `build(configuration, options)` compiles it. `configuration` says by its repr all that the kernel is made from,
     besides the sources.
     """
-    launch = _compiled.get(configuration)
+    launch = _compiled.get((configuration, arch))
     if launch is None:
         with _lock:  # autograd runs backward passes on threads of its own, and the DSL traces into a global
-            launch = _compiled.get(configuration)
+            launch = _compiled.get((configuration, arch))
             if launch is None:
                 options = f"--enable-tvm-ffi --gpu-arch {arch}"
-                launch = _compiled[configuration] = _loaded_or_built(configuration, build, options)
+                launch = _compiled[configuration, arch] = _loaded_or_built(configuration, build, options)
     return launch
 
 
-def is_compiled(configuration: Hashable) -> bool:
+def is_compiled(configuration: Hashable, arch: str) -> bool:
     """Whether `compiled` would return at once."""
-    return configuration in _compiled
+    return (configuration, arch) in _compiled
 
 
 def _loaded_or_built(

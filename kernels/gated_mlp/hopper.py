@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ..cute.artefacts import Launch
     from .choose import Problem
 
+_ARCH = "sm_90a"
+
 # ----------------------------------------------------------------------------------------------- the fused kernels
 
 
@@ -78,7 +80,7 @@ def gemm_dact(
 def is_compiled(problem: Problem, tokens: int) -> bool:
     """Whether every kernel that a call and its gradients may launch is there, so that CUDA-graph capture may start."""
     size = size_of(tokens, problem.hidden, problem.inner)
-    return all(compiling.is_compiled(each) for each in configurations(problem.dtype, problem.activation, size))
+    return all(compiling.is_compiled(each, _ARCH) for each in configurations(problem.dtype, problem.activation, size))
 
 
 # --------------------------------------------------------------------------------------------------------- launching
@@ -95,7 +97,7 @@ def _backward(dtype: torch.dtype, activation: str, want_h: bool, size: Size) -> 
 
 
 def _compiled(configuration: Forward | Backward) -> Launch:
-    return compiling.compiled(configuration, build, "sm_90a")
+    return compiling.compiled(configuration, build, _ARCH)
 
 
 def build(configuration: Forward | Backward, options: str) -> Any:

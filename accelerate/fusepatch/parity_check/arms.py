@@ -41,7 +41,7 @@ class Counts:
     """Calls of patched classes while an arm ran."""
 
     calls: Mapping[str, int] = field(default_factory=dict)
-    """By route."""
+    """By route, with the sites in CUDA graphs."""
     declines: Mapping[str, int] = field(default_factory=dict)
     """Calls that took a slower route than the fastest, by reason."""
 
@@ -290,7 +290,7 @@ def _counts(ops: tuple[str, ...]) -> Counts:
     declines: dict[str, int] = {}
     for target in entry.status().targets:
         if target.name.partition("/")[0] in ops:
-            for total, what in ((calls, "calls"), (declines, "declines")):
+            for total, what in ((calls, "calls"), (calls, "captured"), (declines, "declines")):
                 for key, count in target.total(what).items():
                     total[key] = total.get(key, 0) + count
     return Counts(calls, declines)

@@ -77,8 +77,8 @@ def main(options: argparse.Namespace, build: Callable[[str, str | None], Any]) -
             again=options.again,
             tell=lambda line: print(f"fusepatch: {line}", file=sys.stderr),
         )
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+    except (ValueError, RuntimeError) as error:
+        raise CommandError(first_line(error)) from None
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
     return 0
 

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from .. import catalogue, entry, ledger, profiles, settings
-from ..decline import Route
+from ..decline import DeclinedError, Reason, Route
 from ..profiles import Measured
 from . import timing
 
 LIBRARY = "library"
 MODES = ("train", "forward")
-"""Forward + backward with all gradients, and forward alone without any."""
+"""Forward + backward with all gradients that the module's weights want, and forward alone without any."""
+TRANSIENT = (Reason.SELFCHECK_INCONCLUSIVE.value, Reason.GLOBAL_HOOKS.value, Reason.DISABLED.value)
+"""Reasons that may not hold the next time: what they kept from being measured is not remembered."""
+
+
+class UnmeasurableError(Exception):
+    """Why a case can't be measured at all, in one line."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +41,35 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Class, sizes and dtype: what a profile finds it by."""
-        shapes = ", ".join(
-            f"{name} {'x'.join(map(str, parameter.shape))}" for name, parameter in self.module.named_parameters()
-        )
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.owner.__module__}.{self.owner.__qualname__} ({shapes}) {kind}"
+        """Class, sub-modules and dtype: what a profile finds it by."""
+        return f"{self.owner.__module__}.{_kind_of(self.owner, self.module)} {str(self.dtype).removeprefix('torch.')}"
+
+
+def _kind_of(owner: type[nn.Module], module: nn.Module) -> str:
+    """What a module prints, on one line, and which of its weights want a gradient."""
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    return " ".join(f"{owner.__qualname__} {module!r}".split()) + (f" frozen {frozen}" if frozen else "")
 
 
 def cases_of(model: nn.Module, token_counts: Sequence[int], dtype: torch.dtype | None) -> list[Case]:
     """Every kind of module in `model` that a class target serves, at each number of tokens; in the model's order."""
-    kinds: dict[tuple[object, ...], list[tuple[catalogue.Target, type[nn.Module], nn.Module]]] = {}
+    kinds: dict[tuple[object, ...], list[tuple[catalogue.Target, type[nn.Module], nn.Module, torch.dtype]]] = {}
     current = settings.read()
     for target in catalogue.CLASS_TARGETS:
         if not current.allows(target.op):
             continue
         for _, module, owner in catalogue.find_in_model(target, model):
-            if target.shim.example_input(module, catalogue.forward_of(owner), 1) is not None:
-                kinds.setdefault((owner, *target.shim.size_of(module)), []).append((target, owner, module))
+            own = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
+            if own is None or target.shim.example_input(module, catalogue.forward_of(owner), 1) is None:
+                continue
+            weights = tuple((each.shape, each.dtype) for each in module.parameters())
+            kinds.setdefault((owner, _kind_of(owner, module), weights), []).append(
+                (target, owner, module, dtype or own)
+            )
     return [
-        Case(*found[0], len(found), tokens, dtype or next(found[0][2].parameters()).dtype)
+        Case(target, owner, module, len(found), tokens, its_dtype)
         for found in kinds.values()
+        for target, owner, module, its_dtype in found[:1]
         for tokens in sorted(set(token_counts))
     ]
 
@@ -64,51 +78,83 @@ def measure(case: Case, modes: Sequence[str], seconds: float, device: torch.devi
     """Every backend of the op against the library's own code, in each of `modes`; the first decides which is fastest.
 
     A backend wins where it is not slower in any mode, and in the first is the fastest, its middle three fifths apart
-    from the library's.
+    from the library's. One that raises is left out, with what it raised. Raises UnmeasurableError where the module
+    can't be copied, or does not run by itself.
     """
-    op, why_not, problems = case.target.op, {}, []
-    module = _materialised(case, device)
-    forward = catalogue.forward_of(case.owner)
-    names = [name for name in settings.OPS[op].backends if (name == "reference") is (device.type == "cpu")]
-    choices: dict[str, settings.Settings] = {}
-    with entry.accelerated(op, model=module):
-        ledger.watch_first_step(None)  # these are no steps of the user's
-        for name in names:
-            forced = _naming(op, name)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))  # where events are recorded
+        stack.enter_context(torch.random.fork_rng([device.index] if device.type == "cuda" else []))
+        module = _copied(case, device)
+        found: list[Measured] = []
+        # Strict mode, from the environment, complains at the end where nothing ran natively; here that is a finding.
+        with contextlib.suppress(DeclinedError), entry.accelerated(case.target.op, model=module):
+            ledger.watch_first_step(None)  # these are no steps of the user's
+            found.append(_measured(case, module, tuple(modes), seconds, device))
+        return found[0]
+
+
+def _measured(case: Case, module: nn.Module, modes: tuple[str, ...], seconds: float, device: torch.device) -> Measured:
+    op, forward = case.target.op, catalogue.forward_of(case.owner)
+    calls = {mode: _call(module, case.target.shim.example_input(module, forward, case.tokens), mode) for mode in modes}
+    arms: dict[str, dict[str, Callable[[], object]]] = {LIBRARY: {mode: _without(calls[mode]) for mode in modes}}
+    problems: list[str] = []
+    why_not: dict[str, str] = {}
+    for name in settings.OPS[op].backends:
+        if (name == "reference") is not (device.type == "cpu"):
+            continue
+        forced = _naming(op, name)
+        try:
             with _in_force(forced), profiles.asked() as asked:
                 made = case.target.shim.warm(module, forward, case.tokens)
             problems += asked
             if made.route is Route.ORIGINAL:
                 why_not[name] = "-" if made.reason is None else made.reason.value
-            else:
-                choices[name] = forced
-        over: dict[str, dict[str, float]] = {name: {} for name in choices}
-        apart: dict[str, bool] = {}
-        for mode in modes if choices else ():
-            call = _call(module, case.target.shim.example_input(module, forward, case.tokens), mode)
-            arms = {LIBRARY: _without(call), **{name: _with(call, choice) for name, choice in choices.items()}}
-            times = timing.compare(arms, seconds / len(modes), device)
-            for name in choices:
-                over[name][mode] = times[name].p50 / times[LIBRARY].p50
-                apart.setdefault(name, times[name].p80 < times[LIBRARY].p20)
-    winners = [name for name in choices if apart[name] and max(over[name].values()) <= 1.0]
+                continue
+            ours = {mode: _with(calls[mode], forced) for mode in modes}
+            for call in ours.values():
+                call()
+            timing.settle(device)
+        except Exception as error:
+            timing.settle(device)  # raises where the device is lost, and nothing can be measured any more
+            why_not[name] = _said(error)
+            continue
+        arms[name] = ours
+    over: dict[str, dict[str, float]] = {name: {} for name in arms if name != LIBRARY}
+    apart: dict[str, bool] = {}
+    for mode in modes if over else ():
+        times = timing.compare({name: arm[mode] for name, arm in arms.items()}, seconds / len(modes), device)
+        for name in over:
+            over[name][mode] = times[name].p50 / times[LIBRARY].p50
+            apart.setdefault(name, times[name].p80 < times[LIBRARY].p20)
+    winners = [name for name in over if apart[name] and max(over[name].values()) <= 1.0]
     best = min(winners, key=lambda name: over[name][modes[0]], default=None)
-    return Measured(op, case.name, tuple(dict.fromkeys(problems)), case.tokens, best, over, why_not)
+    return Measured(op, case.name, tuple(dict.fromkeys(problems)), case.tokens, modes, best, over, why_not)
 
 
-def _materialised(case: Case, device: torch.device) -> nn.Module:
+def _copied(case: Case, device: torch.device) -> nn.Module:
     """A copy of the module with random weights, on the device."""
-    module = copy.deepcopy(case.module).to_empty(device=device).to(case.dtype).requires_grad_()
-    with torch.no_grad():
+    try:
+        module = copy.deepcopy(case.module).to_empty(device=device).to(case.dtype)
         for parameter in module.parameters():
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            if not parameter.is_floating_point() or not parameter.numel():
+                raise UnmeasurableError("a weight is quantised, or is not here (sharded)")
+            with torch.no_grad():
+                parameter.normal_(std=(parameter.shape[-1] if parameter.dim() else 1) ** -0.5)
+    except (UnmeasurableError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnmeasurableError(f"it can't be copied: {_said(error)}") from error
     return module.train()
 
 
 def _call(module: nn.Module, x: Tensor | None, mode: str) -> Callable[[], object]:
     assert x is not None
     x = torch.randn_like(x)
-    parameters = list(module.parameters())
+    wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     def forward() -> object:
         with torch.no_grad():
@@ -116,13 +162,22 @@ def _call(module: nn.Module, x: Tensor | None, mode: str) -> Callable[[], object
 
     def train() -> object:
         leaf = x.detach().requires_grad_()
-        out = module(leaf)
-        return torch.autograd.grad(out, (leaf, *parameters), grad)
+        return torch.autograd.grad(module(leaf), (leaf, *wanted), grad, allow_unused=True)
 
-    if mode == "forward":
-        return forward
-    grad = torch.randn_like(forward())  # type: ignore[call-overload]
-    return train
+    try:
+        with entry.disabled():
+            grad = torch.randn_like(forward())  # type: ignore[call-overload]
+            call = forward if mode == "forward" else train
+            call()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UnmeasurableError(f"the library's own code fails: {_said(error)}") from error
+    return call
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the arms
@@ -131,7 +186,7 @@ def _call(module: nn.Module, x: Tensor | None, mode: str) -> Callable[[], object
 def _naming(op: str, backend: str) -> settings.Settings:
     current = settings.current()
     choice = settings.OpSettings(enabled=True, route=None, backend=backend)
-    return dataclasses.replace(current, ops={**current.ops, op: choice})
+    return dataclasses.replace(current, strict=False, ops={**current.ops, op: choice})
 
 
 @contextlib.contextmanager

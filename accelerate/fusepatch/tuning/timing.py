@@ -50,6 +50,12 @@ def compare(arms: Mapping[str, Callable[[], object]], seconds: float, device: to
     return {name: _quantiles(found) for name, found in samples.items()}
 
 
+def settle(device: torch.device) -> None:
+    """Waits for the device; raises what went wrong on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _quantiles(samples: list[float]) -> Times:
     fifths = statistics.quantiles(samples, n=5, method="inclusive")
     return Times(fifths[0], statistics.median(samples), fifths[3])

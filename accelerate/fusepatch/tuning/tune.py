@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from .. import entry, profiles, selfcheck, table
+from .. import entry, profiles, selfcheck, settings, table
 from ..profiles import Measured
-from .measure import MODES, Case, cases_of, measure
+from .measure import MODES, TRANSIENT, Case, UnmeasurableError, cases_of, measure
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,10 @@ class TuningReport:
     """How many of them were measured now."""
     left: int
     """How many the time did not suffice for: the next `tune()` goes on with them."""
+    left_out: tuple[str, ...]
+    """What could not be measured or kept, and why."""
     profile: Path | None
-    """Where it is kept; None where it is not."""
+    """Where it is kept; None where nothing is."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, tuples, strings and numbers, fit for JSON."""
@@ -36,7 +39,7 @@ class TuningReport:
     def __str__(self) -> str:
         rows = [
             (
-                each.module.partition(" (")[0].rpartition(".")[2],
+                each.module.partition(" ")[0].rpartition(".")[2],
                 each.tokens,
                 _fastest(each),
                 ", ".join(f"{name} {_ratios(ratios)}" for name, ratios in each.over_library.items()) or "-",
@@ -47,7 +50,8 @@ class TuningReport:
         text = table.render(("class", "tokens", "fastest", "time over the library's own", "could not serve"), rows)
         where = "kept nowhere" if self.profile is None else f"kept in {self.profile}"
         end = f"{self.new} measured now, {len(rows) - self.new} before; {where}"
-        return f"{text}\n{end}" + (f"; {self.left} left: run it again to go on" if self.left else "")
+        end += f"; {self.left} left: run it again to go on" if self.left else ""
+        return "\n".join([text, *(f"left out: {each}" for each in self.left_out), end])
 
 
 def _fastest(found: Measured) -> str:
@@ -72,14 +76,15 @@ def tune(
 ) -> TuningReport:
     """Measures which backend is fastest for each kind of module of `model`, and keeps it for later `accelerate()`s.
 
-    `model` may lie on the meta device: only shapes and dtypes are read, and one module of each kind is copied to
-    `device` with random weights. `token_counts` are numbers of tokens in one call: batch times sequence length. `modes`
-    are `train` (forward + backward) and `forward` (without gradients), the most important first. What the profile has
-    already is not measured again, unless `again`. After `seconds` no further case is begun. `tell` is given a line per
-    case. On a CPU it rehearses with the reference backend, and keeps nothing.
+    `model` may lie on the meta device: one module of each kind is copied to `device`, hooks and all, with random
+    weights; the model itself is neither run nor changed. `token_counts` are numbers of tokens in one call: batch times
+    sequence length; name the most that you use, since what is measured says little of more. `modes` are `train`
+    (forward + backward) and `forward` (without gradients), the most important first. What the profile has already is
+    not measured again, unless `again`. After `seconds` no further case is begun. `tell` is given a line per case. On a
+    CPU it rehearses with the reference backend, and keeps nothing.
 
     Raises TypeError or ValueError for arguments of another kind or a model without a module that could be served, and
-    RuntimeError while `accelerate()` is on.
+    RuntimeError while `accelerate()` is on, inside `disabled()`, and where global module hooks are set.
     """
     counts = [token_counts] if isinstance(token_counts, int) else list(token_counts)
     if not isinstance(model, nn.Module):
@@ -92,7 +97,13 @@ def tune(
         raise RuntimeError(
             "tune() measures the library's own code too: call it before accelerate(), or after restore()"
         )
+    if entry.status().disabled:
+        raise RuntimeError("tune() is called inside disabled(), where nothing of fusepatch runs")
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        raise RuntimeError("global module hooks are set (by a profiler?), under which nothing runs natively")
     device = torch.device(device)
+    if not settings.read().enabled:
+        raise ValueError(f"{settings.PREFIX}=0 turns every op off")
     cases = cases_of(model, counts, dtype)
     if not cases:
         raise ValueError(
@@ -101,28 +112,30 @@ def tune(
         )
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    identity = selfcheck.versions(selfcheck.device_kind(device))
-    profile = profiles.read(identity) or profiles.Profile(identity)
-    return _run(cases, profile, modes, seconds, seconds_per_case, device, again, tell)
+    return _run(cases, tuple(modes), seconds, seconds_per_case, device, again, tell)
 
 
 def _run(
     cases: list[Case],
-    profile: profiles.Profile,
-    modes: Sequence[str],
+    modes: tuple[str, ...],
     seconds: float,
     seconds_per_case: float,
     device: torch.device,
     again: bool,
     tell: Callable[[str], None],
 ) -> TuningReport:
-    start, new, left, kept = time.monotonic(), 0, 0, device.type == "cuda"
+    start, on_gpu = time.monotonic(), device.type == "cuda"
+    identity = profiles.identity(selfcheck.device_kind(device))
+    profile = profiles.read(identity) or profiles.Profile(identity)
     found: list[Measured] = []
+    left_out: list[str] = []
+    new = left = kept = 0
     for number, case in enumerate(cases, 1):
         head = f"[{number}/{len(cases)}] {case.owner.__qualname__} x{case.modules}, {case.tokens} tokens"
-        before = None if again else profile.find(case.target.op, case.name, case.tokens)
+        before = None if again else profile.find(case.target.op, case.name, case.tokens, modes)
         if before is not None:
             found.append(before)
+            kept += 1
             tell(f"{head}: measured before, {_fastest(before)}")
             continue
         if time.monotonic() - start > seconds:
@@ -130,19 +143,21 @@ def _run(
             continue
         try:
             made = measure(case, modes, seconds_per_case, device)
-        except torch.OutOfMemoryError:
-            tell(f"{head}: not enough memory, left out")
-            left += 1
+        except (UnmeasurableError, torch.OutOfMemoryError) as error:
+            why = "not enough memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
+            left_out.append(f"{case.owner.__qualname__}, {case.tokens} tokens: {why}")
+            tell(f"{head}: left out, {why}")
             continue
         finally:
             gc.collect()
-            if device.type == "cuda":
+            if on_gpu:
                 torch.cuda.empty_cache()
         new += 1
         found.append(made)
-        profile = profile.with_(made)
-        if kept:  # after each case, so that what is stopped keeps what it had
-            kept = profiles.write(profile)
         tell(f"{head}: {_fastest(made)}")
-    where = profiles.place(profile.identity) if kept and profile.measured else None
-    return TuningReport(tuple(found), new, left, where)
+        passing = sorted({why for why in made.why_not.values() if why in TRANSIENT})
+        if passing:
+            left_out.append(f"{case.owner.__qualname__}, {case.tokens} tokens, is not kept: {', '.join(passing)}")
+        elif on_gpu:  # at once, so that what is stopped keeps what it had
+            kept += profiles.add(identity, made)
+    return TuningReport(tuple(found), new, left, tuple(left_out), profiles.place(identity) if kept else None)
