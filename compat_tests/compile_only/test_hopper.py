@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import os
-import re
-import shutil
-import subprocess
 import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import machine_code
 import pytest
 import torch
 
@@ -24,29 +20,6 @@ from fusepatch.kernels.cute import artefacts, compiling
 from fusepatch.kernels.gated_mlp import check, choose, hopper, op, reference
 
 DTYPES = [torch.bfloat16, torch.float16]
-PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
-
-
-def _absent() -> list[str]:
-    return [name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None]
-
-
-def _nvdisasm() -> str | None:
-    """The disassembler of the CUDA toolkit, or the one that Triton brings."""
-    found = importlib.util.find_spec("triton")
-    bundled = (
-        []
-        if found is None
-        else [str(Path(place) / "backends/nvidia/bin") for place in found.submodule_search_locations or ()]
-    )
-    return shutil.which("nvdisasm", path=os.pathsep.join([*bundled, os.environ.get("PATH", "")]))
-
-
-needs_the_dsl = pytest.mark.skipif(bool(_absent()), reason=f"not installed: {', '.join(_absent())}")
-needs_nvdisasm = pytest.mark.skipif(
-    _nvdisasm() is None, reason="no nvdisasm: neither Triton nor a CUDA toolkit is installed"
-)
-
 # Two dtypes, three activations, three sizes, two kernels, and what each writes: 72, at 1 to 3 s.
 KINDS = [
     pytest.param(
@@ -67,8 +40,8 @@ def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
 
 
-@needs_the_dsl
-@needs_nvdisasm
+@machine_code.needs_the_dsl
+@machine_code.needs_the_tools
 @pytest.mark.parametrize("which", range(4), ids=["h", "h and gate_up", "d_gate_up", "d_gate_up and h"])
 @pytest.mark.parametrize(("dtype", "activation", "size"), KINDS)
 def test_machine_code(
@@ -76,12 +49,10 @@ def test_machine_code(
 ) -> None:
     configuration = hopper.configurations(dtype, activation, size)[which]
     hopper.build(configuration, f"--enable-tvm-ffi --keep-cubin --dump-dir={tmp_path}")
-    (cubin,) = tmp_path.glob("*.cubin")
-    command = [str(_nvdisasm()), "-c", str(cubin)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = machine_code.disassembled(tmp_path)
     assert "EF_CUDA_ACCELERATORS" in text  # the features of sm_90a, and not of sm_90 alone
     assert "EF_CUDA_SM90" in text
-    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.+?);", text, re.MULTILINE)
+    lines = machine_code.instructions(text)
     operations = Counter(line.split()[0].split(".")[0] for line in lines)
 
     # The tensor cores: all of a stage's instructions, once for the first stage of a tile and once in the loop.

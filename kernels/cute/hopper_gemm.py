@@ -22,36 +22,19 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import BFloat16, Float16, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 THREADS = 384
 GROUP_THREADS = 128
-
-TYPES = {"bfloat16": BFloat16, "float16": Float16}
 
 # Named barriers; 0 is the whole block's. Each of these has one for group 1 and the next for group 2.
 STORED = 1
 MAIN_LOOP = 4
 EPILOGUE = 6
 
-EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
-"""TMA's cache hints for L2, as the hardware encodes them."""
-
 
 # ----------------------------------------------------------------------------------------------------- scheduling
-
-
-@cute.jit
-def place_of(tile: Int32, m_tiles: Int32, n_tiles: Int32, group: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """Where the tile with this number lies: `group` tiles along M (the last may be fewer), then the next along N."""
-    per_group = n_tiles * group
-    before = tile // per_group
-    inside = tile - before * per_group
-    first = before * group
-    height = cutlass.min(m_tiles - first, Int32(group))
-    n = inside // height
-    return first + (inside - n * height), n
 
 
 def state_after(used: Int32, stages: int) -> pipeline.PipelineState:
@@ -70,41 +53,6 @@ def pass_turn(which: int, group: Int32) -> None:
     cute.arch.barrier_arrive(barrier_id=which + 1 - group, number_of_threads=2 * GROUP_THREADS)
 
 
-# ------------------------------------------------------------------------------------------------ moving data by TMA
-
-
-def load_atom(tensor: cute.Tensor, buffers: cute.ComposedLayout, box: tuple[int, int], copies: int = 1) -> Any:
-    """A TMA load of boxes of `tensor` into one of `buffers`, written to `copies` CTAs of the cluster at once."""
-    operation = cpasync.CopyBulkTensorTileG2SOp() if copies == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-    one = cute.slice_(buffers, (None, None, 0))
-    return cpasync.make_tiled_tma_atom(operation, tensor, one, box, num_multicast=copies)
-
-
-def store_atom(tensor: cute.Tensor, buffers: cute.ComposedLayout, box: tuple[int, int]) -> Any:
-    """A TMA store of boxes from one of `buffers`; what of a box lies outside of `tensor` is not written."""
-    one = cute.slice_(buffers, (None, None, 0))
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, one, box)
-
-
-def hint(policy: int, asked: bool = True) -> dict[str, Any]:
-    """What a TMA copy takes as a hint to L2; nothing where none is asked for."""
-    return {"cache_policy": cutlass.Int64(policy)} if asked else {}
-
-
-def boxes(atom: cute.CopyAtom, tensor: cute.Tensor, buffers: cute.Tensor, box: tuple[int, int]) -> Any:
-    """(buffers, boxes of `tensor`) as a TMA copy by one CTA takes them."""
-    divided = cute.zipped_divide(tensor, box)
-    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 2), divided)
-
-
-def shares(
-    atom: cute.CopyAtom, tensor: cute.Tensor, buffers: cute.Tensor, box: tuple[int, int], rank: Int32, cluster: int
-) -> Any:
-    """(buffers, tiles of `tensor` [box, tile, k]): the share of each box that this CTA of the cluster fetches."""
-    tiles = cute.group_modes(cute.local_tile(tensor, box, (None, None)), 0, 2)
-    return cpasync.tma_partition(atom, rank, cute.make_layout(cluster), cute.group_modes(buffers, 0, 2), tiles)
-
-
 def ring(barriers: cute.Pointer, stages: int, transaction_bytes: int, arrivals: int, cluster: int) -> Any:
     """A ring of stages that TMA fills, each free again after `arrivals` releases per CTA of the cluster."""
     return pipeline.PipelineTmaAsync.create(
@@ -116,12 +64,6 @@ def ring(barriers: cute.Pointer, stages: int, transaction_bytes: int, arrivals: 
         cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)),
         defer_sync=True,
     )
-
-
-def swizzled(width: int) -> Any:
-    """The widest swizzle of K-major rows of `width` 16-bit elements."""
-    kinds = warpgroup.SmemLayoutAtomKind
-    return kinds.K_SW128 if width % 64 == 0 else kinds.K_SW64
 
 
 # ---------------------------------------------------------------------------------------------------- tensor cores
@@ -175,17 +117,3 @@ def multiply(
     pass_turn(MAIN_LOOP, group)
     warpgroup.wait_group(0)
     loads.consumer_release(drained)
-
-
-# ------------------------------------------------------------------------------------------------------ fake tensors
-
-
-def fake(dtype: Any, rows: Any, columns: Any) -> Any:
-    """Rows of unit inner stride, any stride between them that TMA takes: a multiple of 16 bytes, in 64 bits."""
-    stride = (cute.sym_int64(divisibility=8), 1)
-    return cute.runtime.make_fake_tensor(dtype, (rows, columns), stride=stride, assumed_align=16)
-
-
-def fake_stream() -> Any:
-    """PyTorch's current stream on the tensors' device, found at each launch."""
-    return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -29,9 +29,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 
-from ..cute import hopper_gemm as gemm
+from ..cute import gemm, hopper_gemm
 from ..cute.activations import MINUS_LOG2E, activate_and_slope, round_to
-from ..cute.hopper_tile import WIDTH_K
+from ..cute.tile import WIDTH_K
 from .hopper_configuration import CHUNK, CHUNK_BYTES, Backward
 
 _STRIPS = CHUNK // 16
@@ -111,16 +111,12 @@ class _Kernel:
             gemm.load_atom(dout_MH, dout_layout, (tile.rows, width)),
             gemm.load_atom(w_down_IH, w_layout, (tile.columns, width), tile.cluster),
         )
-        # Halves are tensors of their own: a tile that ends in the last columns of gate must not reach up.
         tokens = dout_MH.shape[0]
-        halves = []
-        for whole in (gate_up_M2I, d_gate_up_M2I):
-            layout = cute.make_layout((tokens, inner), stride=whole.stride)
-            halves.append(cute.make_tensor(whole.iterator, layout))
-            halves.append(cute.make_tensor(whole.iterator + inner, layout))
+        halves = gemm.halves(gate_up_M2I, tokens, inner)
+        d_halves = gemm.halves(d_gate_up_M2I, tokens, inner)
         box = (64, CHUNK)
-        inputs = [gemm.load_atom(half, chunk_layout, box) for half in halves[:2]]
-        outputs = halves[2:] + ([h_MI] if self.configuration.want_h else [])
+        inputs = [gemm.load_atom(half, chunk_layout, box) for half in halves]
+        outputs = list(d_halves) + ([h_MI] if self.configuration.want_h else [])
         stores = [gemm.store_atom(output, chunk_layout, box) for output in outputs]
         m_tiles = cute.ceil_div(tokens, tile.rows * tile.cluster)
         n_tiles = cute.ceil_div(inner, tile.columns)
@@ -144,7 +140,7 @@ class _Kernel:
             Int32(k_tiles),
         ).launch(
             grid=[tile.cluster, 1, cutlass.min(Int32(m_tiles) * Int32(n_tiles), clusters)],
-            block=[gemm.THREADS, 1, 1],
+            block=[hopper_gemm.THREADS, 1, 1],
             cluster=[tile.cluster, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -168,7 +164,7 @@ class _Kernel:
         tile, slots = self.configuration.tile, self.configuration.slots
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warp_group = cute.arch.make_warp_uniform(thread // gemm.GROUP_THREADS)
+        warp_group = cute.arch.make_warp_uniform(thread // hopper_gemm.GROUP_THREADS)
         if warp == 0:
             for atom in operand_atoms + input_atoms + store_atoms:
                 cpasync.prefetch_descriptor(atom)
@@ -179,8 +175,8 @@ class _Kernel:
             constants[0] = Float32(MINUS_LOG2E)
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(done + slot, 4)  # the warps of a group
-        loads = gemm.ring(shared.barriers.data_ptr(), tile.stages, tile.stage_bytes, 4, tile.cluster)
-        ring = gemm.ring(shared.slot_barriers.data_ptr(), slots, 2 * CHUNK_BYTES, 1, 1)
+        loads = hopper_gemm.ring(shared.barriers.data_ptr(), tile.stages, tile.stage_bytes, 4, tile.cluster)
+        ring = hopper_gemm.ring(shared.slot_barriers.data_ptr(), slots, 2 * CHUNK_BYTES, 1, 1)
         freed = shared.slot_barriers.data_ptr() + slots
         pipeline_init_arrive(cluster_shape_mn=(tile.cluster, 1), is_relaxed=True)
         dout_layout, w_layout, chunk_layout = self.layouts()
@@ -203,7 +199,7 @@ class _Kernel:
                 self.store(ring, done, store_atoms, store_tensors, chunks, *work)
         else:
             cute.arch.setmaxregister_increase(240)
-            group, group_thread = warp_group - 1, thread % gemm.GROUP_THREADS
+            group, group_thread = warp_group - 1, thread % hopper_gemm.GROUP_THREADS
             self.compute(
                 loads, ring, freed, done, tiled_mma, strip_mma, dout_stages, w_stages, chunks, constants,
                 group, group_thread, k_tiles, first, step, m_tiles * n_tiles,
@@ -335,20 +331,20 @@ class _Kernel:
         targets = to_shared.get_slice(thread).partition_D(chunks)  # [8 values, 1, strip, buffer]
         sources = to_registers.get_slice(thread).partition_S(chunks)
         if group == 1:  # the first turns are group 0's
-            gemm.pass_turn(gemm.MAIN_LOOP, group)
-            gemm.pass_turn(gemm.EPILOGUE, group)
+            hopper_gemm.pass_turn(hopper_gemm.MAIN_LOOP, group)
+            hopper_gemm.pass_turn(hopper_gemm.EPILOGUE, group)
         number = first + step * group
         used, chunks_before = k_tiles * group, per_tile * group
         while number < tiles:
-            gemm.multiply(loads, used, k_tiles, tiled_mma, a_stages, b_stages, accumulators, group, tile.stages)
+            hopper_gemm.multiply(loads, used, k_tiles, tiled_mma, a_stages, b_stages, accumulators, group, tile.stages)
             used += 2 * k_tiles
             # In turns here too: a barrier's phase says one bit, so nobody may wait for a slot two rounds ahead.
-            gemm.wait_for_turn(gemm.EPILOGUE, group)
-            current = gemm.state_after(chunks_before, slots)
+            hopper_gemm.wait_for_turn(hopper_gemm.EPILOGUE, group)
+            current = hopper_gemm.state_after(chunks_before, slots)
             for chunk in cutlass.range_constexpr(per_tile):
                 ring.consumer_wait(current)
                 if const_expr(chunk == per_tile - 1):
-                    gemm.pass_turn(gemm.EPILOGUE, group)
+                    hopper_gemm.pass_turn(hopper_gemm.EPILOGUE, group)
                 h_buffer = 2 * slots
                 if const_expr(h_buffers > 0):
                     if const_expr(h_buffers < slots):

@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 
-from ..cute.hopper_tile import BARRIER_BYTES, SHARED_LIMIT, Tile
+from ..cute.tile import BARRIER_BYTES, SHARED_LIMIT, Tile
 
 FORWARD_BUFFERS = 2
 """Of the forward kernel's epilogue, per warp group."""

@@ -25,9 +25,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 
-from ..cute import hopper_gemm as gemm
+from ..cute import gemm, hopper_gemm
 from ..cute.activations import MINUS_LOG2E, activate, round_to
-from ..cute.hopper_tile import WIDTH_K
+from ..cute.tile import WIDTH_K
 from .hopper_configuration import FORWARD_BUFFERS, Forward
 
 
@@ -102,14 +102,7 @@ class _Kernel:
         )
         results = [h_MI]
         if const_expr(self.configuration.keep_gate_up):
-            # Two tensors with one row stride each: a tile that ends in the last columns of gate must not reach up.
-            layout = cute.make_layout(h_MI.shape, stride=gate_up_M2I.stride)
-            inner = cute.size(h_MI, mode=[1])
-            results = [
-                cute.make_tensor(gate_up_M2I.iterator, layout),
-                cute.make_tensor(gate_up_M2I.iterator + inner, layout),
-                h_MI,
-            ]
+            results = [*gemm.halves(gate_up_M2I, *h_MI.shape), h_MI]
         stores = [gemm.store_atom(result, result_layout, (64, chunk)) for result in results]
         m_tiles = cute.ceil_div(cute.size(x_MH, mode=[0]), tile.rows * tile.cluster)
         n_tiles = cute.ceil_div(cute.size(w_gate_IH, mode=[0]), half)
@@ -131,7 +124,7 @@ class _Kernel:
             Int32(k_tiles),
         ).launch(
             grid=[tile.cluster, 1, cutlass.min(Int32(m_tiles) * Int32(n_tiles), clusters)],
-            block=[gemm.THREADS, 1, 1],
+            block=[hopper_gemm.THREADS, 1, 1],
             cluster=[tile.cluster, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -153,7 +146,7 @@ class _Kernel:
         tile = self.configuration.tile
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warp_group = cute.arch.make_warp_uniform(thread // gemm.GROUP_THREADS)
+        warp_group = cute.arch.make_warp_uniform(thread // hopper_gemm.GROUP_THREADS)
         if warp == 0:
             for atom in load_atoms + store_atoms:
                 cpasync.prefetch_descriptor(atom)
@@ -161,7 +154,7 @@ class _Kernel:
         constants = shared.constants.get_tensor(cute.make_layout(2))
         if thread == 0:
             constants[0] = Float32(MINUS_LOG2E)
-        loads = gemm.ring(shared.barriers.data_ptr(), tile.stages, tile.stage_bytes, 4, tile.cluster)
+        loads = hopper_gemm.ring(shared.barriers.data_ptr(), tile.stages, tile.stage_bytes, 4, tile.cluster)
         pipeline_init_arrive(cluster_shape_mn=(tile.cluster, 1), is_relaxed=True)
         x_layout, w_layout, half_layout, result_layout = self.layouts()
         x_stages = shared.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
@@ -183,7 +176,7 @@ class _Kernel:
             cute.arch.setmaxregister_increase(240)
             self.compute(
                 loads, store_atoms, store_tensors, tiled_mma, chunk_mma, x_stages, w_stages, result_buffers, constants,
-                warp_group - 1, thread % gemm.GROUP_THREADS, rank, first, step, m_tiles, n_tiles, k_tiles,
+                warp_group - 1, thread % hopper_gemm.GROUP_THREADS, rank, first, step, m_tiles, n_tiles, k_tiles,
             )  # fmt: skip
 
     @cute.jit
@@ -263,14 +256,14 @@ class _Kernel:
         ]
         is_storing = cute.arch.make_warp_uniform(thread // 32) == 0
         if group == 1:
-            gemm.pass_turn(gemm.MAIN_LOOP, group)  # the first turn is group 0's
+            hopper_gemm.pass_turn(hopper_gemm.MAIN_LOOP, group)  # the first turn is group 0's
         number = first + step * group
         used = k_tiles * group
         # Two stores in a row never take the same buffer, from one tile to the next either: each frees the other's.
         before = 0 if const_expr(self.configuration.stores % FORWARD_BUFFERS == 0) else Int32(0)
         while number < m_tiles * n_tiles:
             m, n = gemm.place_of(number, m_tiles, n_tiles, tile.group)
-            gemm.multiply(loads, used, k_tiles, tiled_mma, a_stages, b_stages, accumulators, group, tile.stages)
+            hopper_gemm.multiply(loads, used, k_tiles, tiled_mma, a_stages, b_stages, accumulators, group, tile.stages)
             used += 2 * k_tiles
             row = (m * tile.cluster + rank) * (tile.rows // 64)
             stored = 0
@@ -315,7 +308,7 @@ class _Kernel:
         cute.arch.fence_proxy("async.shared", space="cta")
         if is_storing:
             cute.arch.cp_async_bulk_wait_group(FORWARD_BUFFERS - 2, read=True)
-        cute.arch.barrier(barrier_id=gemm.STORED + group, number_of_threads=gemm.GROUP_THREADS)
+        cute.arch.barrier(barrier_id=hopper_gemm.STORED + group, number_of_threads=hopper_gemm.GROUP_THREADS)
         if is_storing:
             cute.copy(atom, source[(None, slot)], target[(None, (row, column))])
             cute.arch.cp_async_bulk_commit_group()

@@ -1,4 +1,4 @@
-"""How a kernel for Hopper (SM90) cuts its work up. Without the CuTe DSL, so that its rules need no import of that."""
+"""How a kernel cuts its work up. Without the CuTe DSL, so that its rules need no import of that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 WIDTH_K = 64
 """Columns of K per stage: 128 bytes, the widest swizzle."""
 SHARED_LIMIT = 232448
-"""Bytes of shared memory that a block may ask for on SM90."""
+"""Bytes of shared memory that a block may ask for on SM90, SM100 and SM103."""
 BARRIER_BYTES = 1536
 """Set aside for barriers, constants, and the alignment of buffers to 1024 bytes."""
 
@@ -21,7 +21,7 @@ class Tile:
     """Rows of B in a stage; where B has two halves, of both together."""
     stages: int
     cluster: int
-    """CTAs that share B: 1 or 2."""
+    """CTAs that share B: 1 or 2. On SM100, 1."""
     group: int
     """Clusters along M that are worked on before the next columns: what they read of A and B stays in L2."""
 

@@ -1,0 +1,76 @@
+"""The kernels of the Blackwell backend (SM100, SM103): which there are. Without the CuTe DSL.
+
+Tensors: M tokens, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..cute.tile import BARRIER_BYTES, SHARED_LIMIT, Tile
+
+ROWS = 128
+"""Of every tile: one lane of tensor memory, and one thread of the epilogue, each."""
+ACCUMULATORS = 2
+"""Tiles whose results tensor memory holds: one that the tensor cores fill, one that the epilogue reads."""
+TENSOR_COLUMNS = 512
+"""Of tensor memory, of a multiprocessor."""
+CHUNK = 64
+"""Columns of h that the epilogue stores at a time."""
+PIECE = 32
+"""Columns that it works on at a time."""
+BUFFERS = 2
+"""Of the epilogue: a chunk of one tensor each."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One compiled kernel."""
+
+    dtype: str
+    activation: str
+    keep_gate_up: bool
+    tile: Tile
+
+    def __post_init__(self) -> None:
+        tile = self.tile
+        assert tile.rows == ROWS and tile.columns in (128, 256) and tile.cluster == 1, self
+        assert self.tensor_columns <= TENSOR_COLUMNS, self
+        assert self.shared_bytes <= SHARED_LIMIT, self
+
+    @property
+    def half(self) -> int:
+        """Columns of h in a tile."""
+        return self.tile.columns // 2
+
+    @property
+    def chunks(self) -> int:
+        """Of a tile."""
+        return self.half // CHUNK
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """What is stored of each chunk, in this order."""
+        return ("gate", "up", "h") if self.keep_gate_up else ("h",)
+
+    @property
+    def tensor_columns(self) -> int:
+        """Of tensor memory, all of which is asked for at once: a power of two from 32 on."""
+        return ACCUMULATORS * self.tile.columns
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, at most."""
+        return self.tile.stages * self.tile.stage_bytes + BUFFERS * ROWS * CHUNK * 2 + BARRIER_BYTES
+
+
+WIDE = Tile(rows=ROWS, columns=256, stages=4, cluster=1, group=8)
+NARROW = Tile(rows=ROWS, columns=128, stages=6, cluster=1, group=8)
+"""For little work: twice as many tiles. No GPU has run either, so nothing says yet where one is faster."""
+
+
+def forward_configuration(dtype: torch.dtype, activation: str, keep_gate_up: bool, tile: Tile) -> Forward:
+    """The forward kernel of a call."""
+    return Forward(str(dtype).removeprefix("torch."), activation, keep_gate_up, tile)
