@@ -12,7 +12,9 @@ write that TMA reads without a fence of its proxy, tcgen05 after a wait without 
 `wait::ld`, tensor memory that is not allocated.
 
 A TMA descriptor is read as the CUDA library writes it: its layout is nowhere documented, and was found by differences.
-Not modelled: caches, time, and the order of generic writes to shared memory, which here is that of the instructions.
+Not modelled, so that what they order goes unseen when it is missing: caches, the order of generic writes to shared
+memory (here that of the instructions), lanes of a warp that run apart (`bar.warp.sync`), `fence.mbarrier_init`, the
+right to allocate, and whether a later fence stands in for one that is gone. Time is not modelled at all.
 """
 
 from __future__ import annotations
@@ -117,6 +119,10 @@ class Barrier:
     pending: int
     bytes: int = 0
     phase: int = 0
+    of_tensor_memory: bool = False
+    """The tensor cores arrive at it, or warps that have read tensor memory."""
+    unordered: bool = False
+    """Some arrival at it was not ordered behind loads from tensor memory."""
 
     def settle(self) -> None:
         if self.pending == 0 and self.bytes == 0:
@@ -150,8 +156,11 @@ class Warp:
     moves: list[Instruction] = field(default_factory=list)
     """Of such registers. LLVM pairs them up before `wait::ld`, which no instruction of the machine code stands for."""
     unfenced_wait: bool = False
-    """Something was waited for, and no tcgen05 fence says that what follows comes after it."""
+    """A barrier of tensor memory was waited for, and no tcgen05 fence says that what follows comes after it."""
     unfenced_load: bool = False
+    """Tensor memory was read, and no tcgen05 fence says that what follows comes after it."""
+    has_loaded: bool = False
+    saw_unordered: bool = False
     groups: list[int] = field(default_factory=list)
     """Of stores that are not committed, and then of those that are: ids of events."""
     committed: list[list[int]] = field(default_factory=list)
@@ -250,6 +259,8 @@ class Machine:
     def value(self, warp: Warp, operand: str, kind: Any = np.uint32) -> Any:
         if operand.startswith("0f"):
             return np.uint32(int(operand[2:], 16)).view(kind) if kind is np.float32 else np.uint32(int(operand[2:], 16))
+        if operand.startswith("0x"):
+            return kind(int(operand, 16))
         if re.fullmatch(r"-?\d+", operand):
             bits = 8 * np.dtype(kind).itemsize if kind is not bool else 1
             if kind is bool:
@@ -428,6 +439,9 @@ _elementwise("rcp.approx.ftz.f32", np.float32, lambda a: np.float32(1) / a)
 _elementwise("cvt.f32.bf16", np.uint16, lambda words: _widen("bfloat16", words), np.float32)
 _elementwise("cvt.f32.f16", np.uint16, lambda words: _widen("float16", words), np.float32)
 _elementwise("mov.u32", np.uint32, np.asarray)
+_elementwise("mov.b16", np.uint16, np.asarray)
+for _type, _dtype in (("f16", "float16"), ("bf16", "bfloat16")):
+    _elementwise(f"setp.lt.{_type}", np.uint16, lambda a, b, of=_dtype: _widen(of, a) < _widen(of, b), bool)
 
 
 @_on("cvt.u64.u32")
@@ -444,7 +458,7 @@ def _round_two(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     machine.put(warp, target, words[0].astype(np.uint32) | words[1].astype(np.uint32) << 16)
 
 
-@_on("selp.b32")
+@_on("selp.b32", "selp.f32")
 def _select(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     target, yes, no, predicate = instruction.operands
     condition = machine.value(warp, predicate, bool)
@@ -495,6 +509,17 @@ def _load_shared(machine: Machine, warp: Warp, instruction: Instruction) -> None
     machine.put(warp, instruction.operands[0], machine.shared[at : at + 4].view(np.uint32)[0])
 
 
+@_on("ld.shared.v4.b32")
+def _load_shared_vector(machine: Machine, warp: Warp, instruction: Instruction) -> None:
+    targets, place = instruction.operands
+    addresses = np.broadcast_to(machine.address(warp, place), LANES)
+    if (addresses % 16).any():
+        raise Fault("a vector load that is not aligned")
+    words = machine.shared[addresses[:, None].astype(np.int64) + np.arange(16)].view(np.uint32)
+    for index, each in enumerate(_parts(targets)):
+        machine.put(warp, each, np.ascontiguousarray(words[:, index]))
+
+
 @_on("st.shared.v4.b32")
 def _store_shared(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     addresses = np.broadcast_to(machine.address(warp, instruction.operands[0]), LANES)
@@ -522,7 +547,7 @@ def _elect(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     machine.put(warp, instruction.operands[1], np.arange(LANES) == ELECTED, bool)
 
 
-@_on("prefetch.tensormap", "fence.mbarrier_init.release.cluster")
+@_on("prefetch.tensormap", "fence.mbarrier_init.release.cluster", "bar.warp.sync")
 def _nothing(machine: Machine, warp: Warp, instruction: Instruction) -> None: ...
 
 
@@ -579,16 +604,18 @@ def _expect(machine: Machine, warp: Warp, instruction: Instruction) -> None:
 
 @_on("mbarrier.arrive.shared.b64")
 def _arrive(machine: Machine, warp: Warp, instruction: Instruction) -> None:
-    if warp.unfenced_load or warp.loads:
-        raise Fault("an arrival that is not ordered behind loads from tensor memory")
     barrier = machine.barrier(warp, instruction.operands[1])
+    barrier.of_tensor_memory |= warp.has_loaded
+    barrier.unordered |= warp.unfenced_load or bool(warp.loads)
     for _ in range(int(warp.active.sum())):
         barrier.arrive()
 
 
 @_on("wait")
 def _wait(machine: Machine, warp: Warp, instruction: Instruction) -> None:
-    warp.unfenced_wait = True
+    barrier = machine.barrier(warp, instruction.operands[0])
+    warp.unfenced_wait |= barrier.of_tensor_memory
+    warp.saw_unordered |= barrier.unordered
 
 
 # --- TMA
@@ -748,7 +775,7 @@ def _load_tensor_memory(machine: Machine, warp: Warp, instruction: Instruction) 
     place = machine.tensor_memory[lane : lane + LANES, _columns(machine, column, len(registers))]
     early = machine.random.random() < 0.5
     warp.loads.append((registers, lane, column, place.copy() if early else None))
-    warp.unfenced_load = True
+    warp.unfenced_load = warp.has_loaded = True
     for each in registers:
         machine.put(warp, each, POISON)
     warp.not_loaded.update(registers)
@@ -768,13 +795,17 @@ def _wait_load(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     warp.moves.clear()
 
 
-def _matrix(machine: Machine, descriptor: int, rows: int) -> Any:
-    """[rows, 16], K-major, as a shared-memory descriptor says."""
-    start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+def _matrix(machine: Machine, descriptor: int, rows: int, mn_major: bool) -> Any:
+    """[rows, 16] of A or B, as a shared-memory descriptor says; its K is contiguous, or its rows are."""
+    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     if descriptor >> 61 != 2 or descriptor >> 46 & 7 != 1 or descriptor >> 49 & 7 != 0:
         raise Fault("a shared-memory descriptor of another kind")
-    row = np.arange(rows)[:, None]
-    at = _swizzled(start + row // 8 * stride + row % 8 * 128 + 2 * np.arange(16)[None])
+    row, k = np.arange(rows)[:, None], np.arange(16)[None]
+    if mn_major:
+        offset = row // 64 * leading + row % 64 * 2 + k // 8 * stride + k % 8 * 128
+    else:
+        offset = row // 8 * stride + row % 8 * 128 + k * 2
+    at = _swizzled(start + offset)
     words = machine.shared[at].astype(np.uint16) | machine.shared[at + 1].astype(np.uint16) << 8
     return _widen(machine.dtype, words)
 
@@ -784,12 +815,14 @@ def _multiply(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     place, a, b, kind, disabled, accumulate = instruction.operands
     if warp.unfenced_wait or warp.active.sum() != 1:
         raise Fault("tcgen05.mma by many lanes, or not ordered behind a wait")
+    if warp.saw_unordered:
+        raise Fault("tcgen05.mma into what another warp's loads are not ordered before")
     if any(machine.uniform(warp, each) for each in _parts(disabled)):
         raise Fault("lanes of the result are disabled")
     idesc = int(machine.uniform(warp, kind))
     rows, columns = (idesc >> 24 & 31) << 4, (idesc >> 17 & 63) << 3
     type_ = 1 if machine.dtype == "bfloat16" else 0
-    if (idesc & 0x1FFFF) != (1 << 4 | type_ << 7 | type_ << 10) or idesc >> 29 or idesc >> 23 & 1:
+    if (idesc & 0xFFFF) != (1 << 4 | type_ << 7 | type_ << 10) or idesc >> 29 or idesc >> 23 & 1:
         raise Fault(f"an instruction descriptor of another kind: {idesc:#x}")
     descriptors = [int(machine.uniform(warp, each, np.uint64)) for each in (a, b)]
     address = int(machine.uniform(warp, place.strip("[]")))
@@ -798,7 +831,9 @@ def _multiply(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     def happen() -> None:
         where = machine.tensor_memory[:rows, _columns(machine, address & 0xFFFF, columns)]
         with np.errstate(all="ignore"):
-            product = _matrix(machine, descriptors[0], rows) @ _matrix(machine, descriptors[1], columns).T
+            a_values = _matrix(machine, descriptors[0], rows, mn_major=False)
+            b_values = _matrix(machine, descriptors[1], columns, mn_major=bool(idesc >> 16 & 1))
+            product = a_values @ b_values.T
             where[:] = where + product if adds else product
 
     if address >> 16:
@@ -811,4 +846,5 @@ def _commit(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     if warp.active.sum() != 1:
         raise Fault("tcgen05.commit by more than one lane")
     barrier = machine.barrier(warp, instruction.operands[0])
+    barrier.of_tensor_memory = True
     machine.tensor_queue.append(barrier.arrive)

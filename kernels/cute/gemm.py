@@ -11,6 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Float16, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
@@ -74,6 +75,19 @@ def swizzled(width: int) -> Any:
     """The widest swizzle of K-major rows of `width` 16-bit elements."""
     kinds = warpgroup.SmemLayoutAtomKind
     return kinds.K_SW128 if width % 64 == 0 else kinds.K_SW64
+
+
+def ring(barriers: cute.Pointer, stages: int, transaction_bytes: int, arrivals: int, cluster: int) -> Any:
+    """A ring of stages that TMA fills, each free again after `arrivals` releases per CTA of the cluster."""
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=barriers,
+        num_stages=stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals * cluster),
+        tx_count=transaction_bytes,
+        cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)),
+        defer_sync=True,
+    )
 
 
 def halves(packed: cute.Tensor, rows: Any, columns: Any) -> tuple[cute.Tensor, cute.Tensor]:

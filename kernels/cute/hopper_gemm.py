@@ -17,8 +17,6 @@ Tensors: [rows, K] and [columns, K], as the tensor cores see A and B; C is [rows
 # No `from __future__ import annotations`: the DSL reads the annotations of a struct as types.
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-untyped-call, no-any-return, misc"
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -51,19 +49,6 @@ def wait_for_turn(which: int, group: Int32) -> None:
 def pass_turn(which: int, group: Int32) -> None:
     """Lets the other warp group take its turn."""
     cute.arch.barrier_arrive(barrier_id=which + 1 - group, number_of_threads=2 * GROUP_THREADS)
-
-
-def ring(barriers: cute.Pointer, stages: int, transaction_bytes: int, arrivals: int, cluster: int) -> Any:
-    """A ring of stages that TMA fills, each free again after `arrivals` releases per CTA of the cluster."""
-    return pipeline.PipelineTmaAsync.create(
-        barrier_storage=barriers,
-        num_stages=stages,
-        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals * cluster),
-        tx_count=transaction_bytes,
-        cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)),
-        defer_sync=True,
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- tensor cores

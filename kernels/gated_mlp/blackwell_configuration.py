@@ -14,15 +14,14 @@ from ..cute.tile import BARRIER_BYTES, SHARED_LIMIT, Tile
 ROWS = 128
 """Of every tile: one lane of tensor memory, and one thread of the epilogue, each."""
 ACCUMULATORS = 2
-"""Tiles whose results tensor memory holds: one that the tensor cores fill, one that the epilogue reads."""
+"""Tiles whose results tensor memory holds, as blackwell_gemm.py has it."""
 TENSOR_COLUMNS = 512
 """Of tensor memory, of a multiprocessor."""
 CHUNK = 64
-"""Columns of h that the epilogue stores at a time."""
-PIECE = 32
-"""Columns that it works on at a time."""
+"""Columns that the epilogue loads or stores at a time, of all rows."""
+CHUNK_BYTES = ROWS * CHUNK * 2
 BUFFERS = 2
-"""Of the epilogue: a chunk of one tensor each."""
+"""Of the forward kernel's epilogue: a chunk of one tensor each."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,45 @@ class Forward:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, at most."""
-        return self.tile.stages * self.tile.stage_bytes + BUFFERS * ROWS * CHUNK * 2 + BARRIER_BYTES
+        return self.tile.stages * self.tile.stage_bytes + BUFFERS * CHUNK_BYTES + BARRIER_BYTES
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One compiled kernel."""
+
+    dtype: str
+    activation: str
+    want_h: bool
+    tile: Tile
+    slots: int
+    """Of gate and up of one chunk, which become d_gate and d_up, and of h."""
+
+    def __post_init__(self) -> None:
+        tile = self.tile
+        assert tile.rows == ROWS and tile.columns in (64, 128, 256) and tile.cluster == 1 and self.slots >= 2, self
+        assert self.tensor_columns <= TENSOR_COLUMNS, self
+        assert self.shared_bytes <= SHARED_LIMIT, self
+
+    @property
+    def chunks(self) -> int:
+        """Of a tile."""
+        return self.tile.columns // CHUNK
+
+    @property
+    def buffers(self) -> int:
+        """Of one chunk of one tensor: 2 * slot and 2 * slot + 1 for gate and up, 2 * slots + slot for h."""
+        return (3 if self.want_h else 2) * self.slots
+
+    @property
+    def tensor_columns(self) -> int:
+        """Of tensor memory, all of which is asked for at once: a power of two from 32 on."""
+        return ACCUMULATORS * self.tile.columns
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, at most."""
+        return self.tile.stages * self.tile.stage_bytes + self.buffers * CHUNK_BYTES + BARRIER_BYTES
 
 
 WIDE = Tile(rows=ROWS, columns=256, stages=4, cluster=1, group=8)
@@ -74,3 +111,12 @@ NARROW = Tile(rows=ROWS, columns=128, stages=6, cluster=1, group=8)
 def forward_configuration(dtype: torch.dtype, activation: str, keep_gate_up: bool, tile: Tile) -> Forward:
     """The forward kernel of a call."""
     return Forward(str(dtype).removeprefix("torch."), activation, keep_gate_up, tile)
+
+
+SQUARE = Tile(rows=ROWS, columns=128, stages=4, cluster=1, group=8)
+"""Of the backward kernel."""
+
+
+def backward_configuration(dtype: torch.dtype, activation: str, want_h: bool, tile: Tile) -> Backward:
+    """The backward kernel of a call."""
+    return Backward(str(dtype).removeprefix("torch."), activation, want_h, tile, slots=2 if want_h else 3)

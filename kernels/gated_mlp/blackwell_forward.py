@@ -18,7 +18,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.blackwell_helpers as blackwell_helpers
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, tcgen05
@@ -27,8 +26,11 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_ini
 
 from ..cute import blackwell_gemm, gemm
 from ..cute.activations import MINUS_LOG2E, activate, round_to
+from ..cute.blackwell_gemm import ACCUMULATORS, PIECE
 from ..cute.tile import WIDTH_K
-from .blackwell_configuration import ACCUMULATORS, BUFFERS, CHUNK, PIECE, ROWS, Forward
+from .blackwell_configuration import BUFFERS, CHUNK, ROWS, Forward
+
+THREADS = 192
 
 
 def build(configuration: Forward, options: str) -> Any:
@@ -63,15 +65,6 @@ class _Kernel:
             cute.tile_to_shape(atom, (tile.rows, WIDTH_K, tile.stages), order=order),
             cute.tile_to_shape(atom, (half, WIDTH_K, 2 * tile.stages), order=order),
             cute.tile_to_shape(atom, (ROWS, CHUNK, BUFFERS), order=order),
-        )
-
-    def operand_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any]:
-        """As the tensor cores see it: the stages of x, and of both weights. The same bytes."""
-        tile = self.configuration.tile
-        shape = (tile.rows, tile.columns, WIDTH_K)
-        return (
-            blackwell_helpers.make_smem_layout_a(mma, shape, self.dtype, tile.stages),
-            blackwell_helpers.make_smem_layout_b(mma, shape, self.dtype, tile.stages),
         )
 
     def storage(self) -> Any:
@@ -126,7 +119,7 @@ class _Kernel:
             Int32(k_tiles),
         ).launch(
             grid=[cutlass.min(Int32(m_tiles) * Int32(n_tiles), ctas), 1, 1],
-            block=[blackwell_gemm.THREADS, 1, 1],
+            block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -150,18 +143,17 @@ class _Kernel:
                 cpasync.prefetch_descriptor(atom)
         shared = SmemAllocator().allocate(self.storage())
         loads = blackwell_gemm.ring(shared.load_barriers.data_ptr(), tile.stages, tile.stage_bytes)
-        accumulating = blackwell_gemm.accumulator_ring(shared.accumulator_barriers.data_ptr(), ACCUMULATORS)
+        accumulating = blackwell_gemm.accumulator_ring(shared.accumulator_barriers.data_ptr())
         tensor_memory = blackwell_gemm.tensor_memory(shared.tensor_memory.ptr)
         pipeline_init_arrive(is_relaxed=True)
         x_layout, half_layout, result_layout = self.layouts()
-        x_operand, w_operand = self.operand_layouts(mma)
+        x_operand, w_operand = blackwell_gemm.operand_layouts(mma, self.dtype, tile)
         x_stages = shared.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         w_halves = shared.w.get_tensor(half_layout.outer, swizzle=half_layout.inner)
         a_stages = mma.make_fragment_A(shared.x.get_tensor(x_operand.outer, swizzle=x_operand.inner))
         b_stages = mma.make_fragment_B(shared.w.get_tensor(w_operand.outer, swizzle=w_operand.inner))
         result_buffers = shared.results.get_tensor(result_layout.outer, swizzle=result_layout.inner)
-        shape = mma.partition_shape_C((tile.rows, tile.columns))
-        accumulators_layout = mma.make_fragment_C(cute.append(shape, ACCUMULATORS)).layout
+        accumulators_layout = blackwell_gemm.accumulators_layout(mma, tile)
         pipeline_init_wait()
 
         first, _, _ = cute.arch.block_idx()
@@ -171,9 +163,10 @@ class _Kernel:
         if warp == blackwell_gemm.MULTIPLY_WARP:
             tensor_memory.wait_for_alloc()
             accumulators = cute.make_tensor(tensor_memory.retrieve_ptr(Float32), accumulators_layout)
-            self.multiply(
-                loads, accumulating, mma, a_stages, b_stages, accumulators, first, step, m_tiles, n_tiles, k_tiles
-            )
+            blackwell_gemm.multiply_tiles(
+                loads, accumulating, mma, a_stages, b_stages, accumulators, first, step, m_tiles * n_tiles, k_tiles,
+                tile.stages,
+            )  # fmt: skip
         if warp < blackwell_gemm.EPILOGUE_WARPS:
             tensor_memory.allocate(self.configuration.tensor_columns)
             tensor_memory.wait_for_alloc()
@@ -184,10 +177,8 @@ class _Kernel:
                 n_tiles,
             )  # fmt: skip
             tensor_memory.relinquish_alloc_permit()
-            blackwell_gemm.before_sync()
-            cute.arch.barrier(barrier_id=blackwell_gemm.STORED, number_of_threads=blackwell_gemm.EPILOGUE_THREADS)
-            blackwell_gemm.after_sync()
-            tensor_memory.free(pointer)  # every warp has read all of its lanes
+            blackwell_gemm.finish_reading()
+            tensor_memory.free(pointer)
 
     @cute.jit
     def load(
@@ -225,35 +216,6 @@ class _Kernel:
         loads.producer_tail(filling)  # shared memory must outlive what the tensor cores read and signal
 
     @cute.jit
-    def multiply(
-        self,
-        loads: Any,
-        accumulating: Any,
-        mma: cute.TiledMma,
-        a_stages: cute.Tensor,
-        b_stages: cute.Tensor,
-        accumulators: cute.Tensor,
-        first: Int32,
-        step: Int32,
-        m_tiles: Int32,
-        n_tiles: Int32,
-        k_tiles: Int32,
-    ) -> None:
-        """Every tile, into whichever accumulators are free."""
-        filled = make_pipeline_state(PipelineUserType.Consumer, self.configuration.tile.stages)
-        free = make_pipeline_state(PipelineUserType.Producer, ACCUMULATORS)
-        number = first
-        while number < m_tiles * n_tiles:
-            accumulating.producer_acquire(free)
-            blackwell_gemm.after_sync()
-            into = accumulators[(None, None, None, free.index)]
-            filled = blackwell_gemm.multiply(loads, filled, k_tiles, mma, a_stages, b_stages, into)
-            accumulating.producer_commit(free)
-            free.advance()
-            number += step
-        accumulating.producer_tail(free)
-
-    @cute.jit
     def finish(
         self,
         accumulating: Any,
@@ -268,18 +230,9 @@ class _Kernel:
         n_tiles: Int32,
     ) -> None:
         """The epilogue of every tile."""
-        thread, _, _ = cute.arch.thread_idx()
         chunks = const_expr(self.configuration.chunks)
-        # [lane, column, 1, piece, stage]: the pieces of gate, then those of up.
-        parts = cute.flat_divide(accumulators[((None, None), 0, 0, None)], (ROWS, PIECE))
-        load_op = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(PIECE)), Float32)
-        from_tensor_memory = tcgen05.make_tmem_copy(load_op, parts[(None, None, 0, 0, 0)])
-        own = from_tensor_memory.get_slice(thread)
-        sources = own.partition_S(parts)
-        shape = cute.shape(own.partition_D(cute.make_identity_tensor((ROWS, PIECE))))
-        store_op = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
-        to_shared = cute.make_tiled_copy_D(store_op, from_tensor_memory)
-        buffers = to_shared.get_slice(thread).partition_D(result_buffers)
+        load, sources, shape = blackwell_gemm.reading(accumulators, ROWS)
+        to_shared, buffers = blackwell_gemm.rows_of(load, result_buffers)
         targets = [
             gemm.boxes(atom, tensor, result_buffers, (ROWS, CHUNK)) for atom, tensor in zip(atoms, tensors, strict=True)
         ]
@@ -298,12 +251,10 @@ class _Kernel:
                         place = buffers[(None, None, piece, slot)]
                         sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
                         result = cute.make_rmem_tensor(place.shape, self.dtype)
-                        self.piece(role, from_tensor_memory, sources, at, sums, result)
+                        self.piece(role, load, sources, at, sums, result)
                         cute.copy(to_shared, result, place)
                     if const_expr(chunk == chunks - 1 and role == "h"):
-                        blackwell_gemm.before_sync()
-                        with cute.arch.elect_one():
-                            accumulating.consumer_release(ready)
+                        blackwell_gemm.release(accumulating, ready)
                     self.store(atom, source, target, slot, warp == 0, m, n * chunks + chunk)
                     slot = 1 - slot
             ready.advance()

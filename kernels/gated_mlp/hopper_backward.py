@@ -175,8 +175,8 @@ class _Kernel:
             constants[0] = Float32(MINUS_LOG2E)
             for slot in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(done + slot, 4)  # the warps of a group
-        loads = hopper_gemm.ring(shared.barriers.data_ptr(), tile.stages, tile.stage_bytes, 4, tile.cluster)
-        ring = hopper_gemm.ring(shared.slot_barriers.data_ptr(), slots, 2 * CHUNK_BYTES, 1, 1)
+        loads = gemm.ring(shared.barriers.data_ptr(), tile.stages, tile.stage_bytes, 4, tile.cluster)
+        ring = gemm.ring(shared.slot_barriers.data_ptr(), slots, 2 * CHUNK_BYTES, 1, 1)
         freed = shared.slot_barriers.data_ptr() + slots
         pipeline_init_arrive(cluster_shape_mn=(tile.cluster, 1), is_relaxed=True)
         dout_layout, w_layout, chunk_layout = self.layouts()

@@ -154,7 +154,7 @@ class _Kernel:
         constants = shared.constants.get_tensor(cute.make_layout(2))
         if thread == 0:
             constants[0] = Float32(MINUS_LOG2E)
-        loads = hopper_gemm.ring(shared.barriers.data_ptr(), tile.stages, tile.stage_bytes, 4, tile.cluster)
+        loads = gemm.ring(shared.barriers.data_ptr(), tile.stages, tile.stage_bytes, 4, tile.cluster)
         pipeline_init_arrive(cluster_shape_mn=(tile.cluster, 1), is_relaxed=True)
         x_layout, w_layout, half_layout, result_layout = self.layouts()
         x_stages = shared.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
