@@ -10,9 +10,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 USAGE_ERROR = 2
 
@@ -66,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         "and memory with and without, and undoes it. Exit code 1 where a promise did not hold.",
     )
     demo.add_argument("--prompt", help="what to ask the model")
-    demo.add_argument("--tokens", type=_positive, default=48, help="how many tokens to generate (default: %(default)s)")
+    demo.add_argument(
+        "--tokens", type=positive_number, default=48, help="how many tokens to generate (default: %(default)s)"
+    )
     demo.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file of another model")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
     demo.set_defaults(command=_demo)
@@ -78,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         "would take on this machine's GPU (its CPU, where it has none), and why not a faster one.",
     )
     explain.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, or a name on the Hugging Face hub")
-    explain.add_argument("--tokens", type=_positive, default=2048, help="tokens in one call (default: %(default)s)")
+    explain.add_argument(
+        "--tokens", type=positive_number, default=2048, help="tokens in one call (default: %(default)s)"
+    )
     explain.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="assume this dtype, not the configuration's"
     )
@@ -145,11 +152,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
+def positive_number(text: str) -> int:
+    """What argparse makes of a whole number of at least 1."""
     number = int(text) if text.isascii() and text.isdigit() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return number
+
+
+def torch_device(name: str) -> torch.device:
+    """The device of that name; `auto` is the GPU, or the CPU where there is none. Raises CommandError for no device."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CommandError(f"there is no device {name}: {first_line(error)}") from None
+    return device
 
 
 def _split_off_script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:

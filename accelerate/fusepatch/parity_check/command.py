@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..cli import CommandError, first_line
+from ..cli import CommandError, positive_number, torch_device
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 CONFIG_NAMES = ("llama", "qwen3", "gemma3", "phi3", "fla-transformer", "fla-gdn")
 """The built-in models; a test compares it with `models.CONFIGS`, which takes torch to import."""
@@ -34,9 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("model", metavar="MODEL_FOLDER", nargs="?", type=Path, help="a local folder of a causal LM")
     what.add_argument("--config", choices=CONFIG_NAMES, help="a small model with random weights, of this architecture")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="(default: %(default)s)")
-    parser.add_argument("--tokens", type=_positive, default=256, help="tokens in one sequence (default: %(default)s)")
     parser.add_argument(
-        "--layers", type=_positive, help="how many layers (default: 2 with --config, else all of the model's)"
+        "--tokens", type=positive_number, default=256, help="tokens in one sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=positive_number, help="how many layers (default: 2 with --config, else all of the model's)"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ... (default: %(default)s)")
     parser.add_argument("--ops", help="the ops to judge, separated by commas (default: all that are on by default)")
@@ -70,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from None
     import torch
 
-    device, dtype = _device(options.device), getattr(torch, _DTYPES[options.dtype])
+    device, dtype = torch_device(options.device), getattr(torch, _DTYPES[options.dtype])
     if options.config is not None:
         chosen = models.built_in(options.config, options.layers or 2, dtype, device)
     else:
@@ -94,26 +96,6 @@ def main(options: argparse.Namespace) -> int:
     if options.plot is not None and report.tensors:
         report.plot(options.plot)
     return report.exit_code
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return number
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise CommandError(f"there is no device {name}: {first_line(error)}") from None
-    return device
 
 
 def _check_plot(path: Path) -> None:

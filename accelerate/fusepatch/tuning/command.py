@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..cli import CommandError, first_line
+from ..cli import CommandError, first_line, positive_number, torch_device
 
 DESCRIPTION = """\
 Builds a model from its configuration, without weights, and measures on this machine's GPU which backend is fastest for
@@ -24,7 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments to its parser. Imports nothing heavy."""
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, or a name on the Hugging Face hub")
     parser.add_argument(
-        "--tokens", type=_positive, nargs="+", required=True, metavar="N", help="tokens in one call: batch x length"
+        "--tokens",
+        type=positive_number,
+        nargs="+",
+        required=True,
+        metavar="N",
+        help="tokens in one call: batch x length",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="not the configuration's")
     parser.add_argument(
@@ -35,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what must not become slower: training steps, inference, or both (default: %(default)s)",
     )
     parser.add_argument(
-        "--minutes", type=_positive, default=10, help="begin nothing new after this (default: %(default)s)"
+        "--minutes", type=positive_number, default=10, help="begin nothing new after this (default: %(default)s)"
     )
     parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ...; cpu rehearses, and keeps nothing")
@@ -56,12 +61,7 @@ def main(options: argparse.Namespace, build: Callable[[str, str | None], Any]) -
         raise CommandError(str(error)) from None
     import torch
 
-    try:
-        device = torch.device(options.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        hint = "; --device cpu rehearses without one" if options.device.startswith("cuda") else ""
-        raise CommandError(f"there is no device {options.device}: {first_line(error)}{hint}") from None
+    device = torch_device(options.device)
     model = build(options.model, options.gguf)
 
     from .tune import tune
@@ -81,10 +81,3 @@ def main(options: argparse.Namespace, build: Callable[[str, str | None], Any]) -
         raise CommandError(first_line(error)) from None
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
     return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return number
