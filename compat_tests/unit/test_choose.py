@@ -316,6 +316,9 @@ def test_few_tokens_are_declined_before_anything_is_looked_at(table: Callable[..
     assert not choose.is_too_few(100, CUDA)
     read(BACKEND="triton")
     assert not choose.is_too_few(1, CUDA)  # a backend that is named serves any number
+    read(ROUTE="original")
+    assert not choose.is_too_few(1, CUDA)  # the bound is the better reason
+    assert choose.choose(PLAIN, 1) is Reason.ROUTE_BOUND
     read()
     table(dataclasses.replace(NATIVE, fewest_tokens=100), NATIVE)
     assert not choose.is_too_few(1, CUDA)

@@ -43,7 +43,6 @@ B200 = Diagnosis(
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
     """A machine with a B200, on which each step ends with a code; returns the steps that were run."""
     monkeypatch.chdir(Path(__file__).parent.parent.parent)
-    monkeypatch.syspath_prepend(".")
 
     def put(codes: dict[str, int | None] = {}, output: str = "all is well") -> list[str]:  # noqa: B006
         ran: list[str] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -229,3 +231,14 @@ def test_the_child_runs_neither_the_users_script_nor_his_modules(tmp_path: Path)
     (folder / "json.py").write_text("raise SystemExit('the wrong json')\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=folder)
     assert done.stdout.split() == ["script", "runs", "passed"], done.stderr
+
+
+@pytest.mark.parametrize("module", ["fusepatch.selfcheck", "fusepatch.kernels.cute.compiling"])
+def test_a_child_that_is_forked_while_a_lock_is_held_is_not_stuck(module: str) -> None:
+    """As while another thread of the parent waits for a check, or compiles."""
+    held = importlib.import_module(module)
+    with held._lock:
+        child = os.fork()
+        if not child:
+            os._exit(0 if held._lock.acquire(timeout=5) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
