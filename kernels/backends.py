@@ -109,7 +109,7 @@ MOST_TOKENS = 2**40
 
 @functools.cache
 def load(backend: Backend) -> ModuleType:
-    """The module with the backend's kernels, imported once. Cached, as asking importlib takes 1 us each time."""
+    """The module with the backend's kernels, imported once: asked for on every call."""
     return importlib.import_module(backend.module)
 
 
@@ -149,7 +149,7 @@ def _is_warm(table: Table[P, B], backend: B, problem: P, tokens: int) -> bool:
 
 
 def is_too_few(table: Table[P, B], tokens: int, device: torch.device) -> bool:
-    """Whether nothing serves so few tokens on this GPU, whatever the problem. About 0.3 us.
+    """Whether nothing serves so few tokens on this GPU, whatever the problem.
 
     Where a few tokens are all there is, as in decoding, the host bounds the step: it must not pay for a decision that
     is known before anything else is looked at.

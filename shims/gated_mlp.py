@@ -89,7 +89,7 @@ _TOO_FEW = _declined(Reason.SIZE_NOT_ADMITTED)
 
 
 def decide(layout: Layout, module: nn.Module, x: Any) -> Verdict:
-    """The route of the call `module(x)`. About 5 us."""
+    """The route of the call `module(x)`. What it costs: `python -m benchmarks.host_decide`."""
     reason = guard.why_not_plain_call(x)
     if reason is not None:
         return _declined(reason)

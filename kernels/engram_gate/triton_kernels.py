@@ -19,7 +19,6 @@ Row strides that are multiples of 8, unit inner stride, on 16 bytes; nothing tha
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -28,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusepatch.kernels.device import made_current
 from fusepatch.kernels.engram_gate.sizes import (
     MOST_MULTIPROCESSORS,
     SHARED_BYTES,
@@ -568,9 +568,7 @@ def _run(
 ) -> None:
     """Launches the kernel, or only compiles it, for a device where the tensors need not be."""
     device = compile_on or arguments[0].device
-    # Triton launches on the current device, and entering a context costs 3 us. The interpreter runs on a CPU.
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+    with made_current(device):
         if compile_on is None:
             kernel[(programs,)](*arguments, *cut, **options, num_warps=warps)
         elif device.type == "cuda":

@@ -11,7 +11,6 @@ Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the g
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 # By its full name: a test runs a broken copy of this file, which is in no package.
 from fusepatch.kernels import tma
+from fusepatch.kernels.device import made_current
 from fusepatch.kernels.gated_mlp.pointwise import _ACTIVATION, _activate
 
 if TYPE_CHECKING:
@@ -240,9 +240,7 @@ def _launch(kernel: Any, run: Run, tensors: tuple[Any, ...], sizes: tuple[int, .
     options = {"activation": _ACTIVATION[run.activation], "num_warps": tile.warps, "num_stages": tile.stages}
     options["maxnreg"] = 255  # all that there are for a thread: left to itself, a newer ptxas spills to stay below 128
     options |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": tile.group}
-    # Triton launches on the current device, and entering a context costs 3 us. The interpreter runs on a CPU.
-    elsewhere = run.device.type == "cuda" and run.device.index != torch.cuda.current_device()
-    with torch.cuda.device(run.device) if elsewhere else contextlib.nullcontext():
+    with made_current(run.device):
         if not compile_only:
             kernel[grid](*tensors, *sizes, **options)
         elif run.device.type == "cuda":

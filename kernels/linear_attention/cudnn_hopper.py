@@ -20,7 +20,6 @@ Tensors: M = B T tokens, H heads of q and k, G value heads, K = V = 128, N seque
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -37,6 +36,7 @@ from torch.autograd import Function
 
 from ...decline import Reason
 from ..autograd import differentiable_once
+from ..device import made_current
 from .problem import Call, Inputs, Problem
 
 WIDTH = 128
@@ -270,7 +270,7 @@ def compile_for(call: Call, inputs: Inputs) -> None:
     parameters = (None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype)
     kind = _kind(v.device, call, q.shape[2], v.shape[2], v.dtype, g.dtype, beta.dtype, parameters)
     if kind not in _compiled:
-        with _on(v.device):
+        with made_current(v.device):
             _frontend().load(_index(v.device))
             _prepare(call, inputs, _flat(call, inputs))  # compiles by running, and what comes after it too
         _compiled.add(kind)
@@ -307,7 +307,7 @@ def backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_final_state: Ten
     flat, device = _flat(call, inputs), inputs.v.device
     tokens, value_heads, _ = flat.v.shape
     sequences = flat.cu_seqlens.numel() - 1
-    with _on(device):
+    with made_current(device):
         prepared = _prepare(call, inputs, flat)
         grad_q, grad_k, grad_v, grad_g, grad_beta = (
             torch.empty_like(t) for t in (prepared.q, prepared.k, flat.v, prepared.g, prepared.beta)
@@ -382,10 +382,3 @@ def _addresses(**tensors: Tensor | None) -> dict[str, int]:
 
 def _index(device: torch.device) -> int:
     return 0 if device.index is None else device.index
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The device made current where it is not: entering a context costs 3 us."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return contextlib.nullcontext()

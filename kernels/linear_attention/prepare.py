@@ -19,7 +19,6 @@ stride, and unit inner stride; what is written is contiguous.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import made_current
 from .problem import GATES, Call
 
 _ROWS = 16
@@ -333,9 +333,7 @@ def _run(
     only_compile: bool = False,
 ) -> None:  # fmt: skip
     device = arguments[0].device
-    # Triton launches on the current device, and entering a context costs 3 us. The interpreter runs on a CPU.
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+    with made_current(device):
         if not only_compile:
             kernel[grid](*arguments, **constants, num_warps=_WARPS)
         elif device.type == "cuda":
