@@ -311,14 +311,14 @@ def _why_not_unchecked(table: Table[P, B], backend: B, problem: P) -> Reason | N
     """The part that no self-check is needed for."""
     if problem.route not in backend.routes:
         return Reason.NO_KERNEL
-    if backend.native and problem.device.type == "cuda" and not _is_made_for(backend, problem.route, problem.device):
+    if backend.native and problem.device.type != "cuda":
+        return Reason.CPU if problem.device.type == "cpu" else Reason.NO_KERNEL
+    if backend.native and not _is_made_for(backend, problem.route, problem.device):
         return Reason.ARCHITECTURE
     if missing(backend):
         return Reason.MISSING_PACKAGE
     if backend.drift():
         return Reason.PACKAGE_DIFFERS
-    if backend.native and problem.device.type != "cuda":
-        return Reason.CPU if problem.device.type == "cpu" else Reason.NO_KERNEL
     if problem.dtype not in backend.dtypes:
         return Reason.DTYPE
     if (reason := table.unfit(backend, problem)) is not None:

@@ -401,7 +401,7 @@ def make_forward(
     @functools.wraps(library_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting() and len(args) == 1 and (not kwargs or ignores_keywords):
+            if not traced.is_exporting() and len(args) == 1 and (not kwargs or ignores_keywords):
                 out = traced.run(layout, self, args[0], switch)
                 if out is not None:
                     note_fused()

@@ -37,6 +37,12 @@ def constant(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @constant
+def is_exporting() -> bool:
+    """Whether it is an exporter that traces. Asked directly, torch 2.11 says that of every compiler."""
+    return torch.compiler.is_exporting()
+
+
+@constant
 def _is_transformed() -> bool:
     """Whether a `torch.func` transform or forward-mode AD is on: the operator has neither rule. While the compiler
     traces through one, it is on here too.

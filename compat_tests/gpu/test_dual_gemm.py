@@ -19,6 +19,7 @@ from gpu.fused_cases import (
     run,
     why_not,
 )
+from gpu.graphs import assert_a_step_is_captured_and_replayed_after_warmup
 from support import is_within_parity, relative_error, tiny_llama_mlp
 
 dual_gemm = pytest.importorskip("fusepatch.kernels.gated_mlp.dual_gemm")
@@ -131,30 +132,8 @@ def test_a_real_module_runs_fused_and_within_parity(named: None, bias: bool) -> 
 
 def test_training_step_is_captured_and_replayed_after_warmup(named: None) -> None:
     mlp = tiny_llama_mlp(torch.bfloat16, hidden_size=1024, intermediate_size=3072).cuda()
-    x = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     fusepatch.accelerate("gated_mlp", strict=True)
-    assert fusepatch.warmup(mlp, 2048).native == 1
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        mlp(x).sum().backward()
-    torch.cuda.current_stream().wait_stream(side)
-    mlp.zero_grad(set_to_none=True)
-    x.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = mlp(x)
-        out.sum().backward()
-    captured = x.grad
-    with torch.no_grad():
-        x.copy_(torch.randn_like(x))
-    graph.replay()
-    replayed = out.clone(), captured.clone()
-    x.grad = None
-    fresh = mlp(x)
-    fresh.sum().backward()
-    assert torch.equal(replayed[0], fresh)
-    assert torch.equal(replayed[1], x.grad)
+    assert_a_step_is_captured_and_replayed_after_warmup(mlp, 2048, "fused")
 
 
 def test_names_are_those_of_the_op() -> None:

@@ -88,8 +88,8 @@ def test_few_tokens_decline_before_anything_is_looked_at() -> None:
     fusepatch.accelerate()
     mlp(torch.randn(8, 64, device="cuda", dtype=torch.bfloat16))
     assert _declines() == {Reason.SIZE_NOT_ADMITTED.value: 1}
-    (row,) = fusepatch.explain(mlp, tokens=8).rows
-    assert row.reason == Reason.SIZE_NOT_ADMITTED.value
+    (found,) = fusepatch.explain(mlp, tokens=8).modules
+    assert found.reason == Reason.SIZE_NOT_ADMITTED.value
 
 
 def test_capture_and_replay_with_changed_inputs(reference_backend: None) -> None:

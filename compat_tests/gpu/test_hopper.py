@@ -10,6 +10,7 @@ import fusepatch
 from fusepatch import ops
 from fusepatch.kernels.gated_mlp import choose, hopper
 from gpu.fused_cases import DEVICE, NAMES, FusedCases, assert_nothing_outside, data, run, why_not
+from gpu.graphs import assert_a_step_is_captured_and_replayed_after_warmup
 from support import is_within_parity, relative_error, tiny_llama_mlp
 
 HOPPER = next((backend for backend in choose.BACKENDS if backend.name == "hopper"), None)
@@ -88,33 +89,8 @@ def test_an_admitted_size_runs_fused_and_within_parity() -> None:
 
 
 def test_training_step_is_captured_and_replayed_after_warmup() -> None:
-    mlp = _admitted_mlp()
-    x = torch.randn(16384, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     fusepatch.accelerate()
-    assert fusepatch.warmup(mlp, 16384).native == 1
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        mlp(x).sum().backward()
-    torch.cuda.current_stream().wait_stream(side)
-    mlp.zero_grad(set_to_none=True)
-    x.grad = None
-    graph = torch.cuda.CUDAGraph()
-    before = _calls()["fused"]
-    with torch.cuda.graph(graph):
-        out = mlp(x)
-        out.sum().backward()
-    assert _calls()["fused"] == before + 1
-    captured = x.grad
-    with torch.no_grad():
-        x.copy_(torch.randn_like(x))
-    graph.replay()
-    replayed = out.clone(), captured.clone()
-    x.grad = None
-    fresh = mlp(x)
-    fresh.sum().backward()
-    assert torch.equal(replayed[0], fresh)
-    assert torch.equal(replayed[1], x.grad)
+    assert_a_step_is_captured_and_replayed_after_warmup(_admitted_mlp(), 16384, "fused")
 
 
 def test_a_direct_call_of_the_op_gets_it_at_any_size() -> None:

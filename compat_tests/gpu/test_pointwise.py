@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fusepatch
 from fusepatch import ops, selfcheck
 from fusepatch.kernels.gated_mlp import choose, op, pointwise
+from gpu.graphs import assert_a_step_is_captured_and_replayed_after_warmup
 from support import is_within_parity, relative_error, tiny_llama, tiny_llama_mlp
 
 pytestmark = pytest.mark.gpu
@@ -129,32 +130,8 @@ def test_two_streams_at_once() -> None:
 
 def test_training_step_is_captured_and_replayed_after_warmup() -> None:
     mlp = tiny_llama_mlp(torch.bfloat16, hidden_size=1024, intermediate_size=16384).cuda()
-    x = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     fusepatch.accelerate()
-    assert fusepatch.warmup(mlp, 2048).native == 1
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        mlp(x).sum().backward()
-    torch.cuda.current_stream().wait_stream(side)
-    mlp.zero_grad(set_to_none=True)
-    x.grad = None
-    graph = torch.cuda.CUDAGraph()
-    before = _calls()["pointwise"]
-    with torch.cuda.graph(graph):
-        out = mlp(x)
-        out.sum().backward()
-    assert _calls()["pointwise"] == before + 1
-    captured = x.grad
-    with torch.no_grad():
-        x.copy_(torch.randn_like(x))
-    graph.replay()
-    replayed = out.clone(), captured.clone()
-    x.grad = None
-    fresh = mlp(x)
-    fresh.sum().backward()
-    assert torch.equal(replayed[0], fresh)
-    assert torch.equal(replayed[1], x.grad)
+    assert_a_step_is_captured_and_replayed_after_warmup(mlp, 2048, "pointwise")
 
 
 def test_cold_size_declines_under_capture() -> None:

@@ -297,11 +297,11 @@ def test_compiled_means_that_this_kind_ran() -> None:
 
 FAULTS = {
     "a mask that zeroes": (
-        "out_head += x_head",
-        "out_head += tl.where(on[:, None], x_head, 0.0) if MASKED else x_head",
+        "tl.where(on[:, None], out_head, x_head)",
+        "tl.where(on[:, None], out_head, 0.0)",
         "a masked token",
     ),
-    "a mask that gates": ("gate, dot = tl.where(on, gate, -0.0 if RESIDUAL else 0.0),", "dot =", "grad_kv of"),
+    "a mask that gates": ("gate, dot = tl.where(on, gate, 0.0),", "dot =", "grad_kv of"),
     "no mean": ("square_x_tail) / WIDTH", "square_x_tail)", "out of"),
     "a tail left out": ("mask=columns < WIDTH)", "mask=columns < WIDTH - 8)", "nan"),
     "a gradient without the residual": ("grad_x_head += grad_out_head", "pass", "grad_x of"),

@@ -322,11 +322,14 @@ def test_requires_grad_may_change_and_the_output_be_written_to() -> None:
             found += [out.detach(), *torch.autograd.grad(out.sum(), [x])]
         return found
 
-    stock = run(model)
+    plain = Graphs()
+    stock = run(compiled(model, plain))
+    torch._dynamo.reset()
     fusepatch.accelerate()
     graphs = Graphs()
     same(run(compiled(model, graphs)), stock)
-    assert graphs.count("gated_mlp") == 2
+    # Torch 2.11 does not trace anew, whoever's code it is.
+    assert graphs.count("gated_mlp") == len(plain.forward) == len(graphs.forward)
 
 
 def test_flas_mlp_keeps_the_kernel() -> None:

@@ -170,13 +170,14 @@ def _forward_kernel(
             dot = (product + product_tail) * rstd_x * rstd_key * (WIDTH**-0.5)
         gate = 1.0 / (1.0 + tl.exp(-_sign(dot, COPYSIGN) * _root(dot)))
         if MASKED:
-            # x + -0 is x bit for bit, which x + 0 is not where x is -0.
-            gate, dot = tl.where(on, gate, -0.0 if RESIDUAL else 0.0), tl.where(on, dot, 0.0)
+            gate, dot = tl.where(on, gate, 0.0), tl.where(on, dot, 0.0)
             rstd_x, rstd_key = tl.where(on, rstd_x, 0.0), tl.where(on, rstd_key, 0.0)
         out_head, out_tail = gate[:, None] * value_head, gate[:, None] * value_tail
         if RESIDUAL:
             out_head += x_head
             out_tail += x_tail
+            if MASKED:  # bit for bit, as x + 0 is not where x is -0, nor x + -0.0, which Triton 3.6 takes for 0.0
+                out_head, out_tail = tl.where(on[:, None], out_head, x_head), tl.where(on[:, None], out_tail, x_tail)
         out_at = _row(out_ptr, at, out_row) + column
         tl.store(out_at + head, out_head.to(io), mask=here)
         tl.store(out_at + tail, out_tail.to(io), mask=here & (tail < WIDTH))

@@ -179,8 +179,6 @@ BACKENDS: tuple[Backend, ...] = (
         check="fusepatch.kernels.gated_mlp.check",
         admits=_fused_wins,
         fewest_tokens=min(_FUSED_WINS.values()),
-        # The last change, to a race that the self-check found on the H200, was compiled and inspected, and has not run.
-        named_only=True,
         compiled=_hopper_is_compiled,
     ),
     # On Blackwell the first of the fused route that a GPU there can run.
