@@ -27,7 +27,7 @@ DRY_RUN = "dry run: "
 """How the `gpu` of a rehearsal begins: its rows show that the harness works, and nothing else."""
 
 COMMIT_VARIABLE = "BENCHMARKS_COMMIT"
-"""Names the commit where the tree was copied without its history."""
+"""Names the commit where the tree was copied without its history, or with that of another commit."""
 
 _PACKAGES = (
     "fusepatch",
@@ -122,9 +122,12 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str:
     """The commit, marked where the tree differs from it; `-` where it is not known."""
+    named = os.environ.get(COMMIT_VARIABLE)
+    if named:
+        return named
     found = _output("git", "rev-parse", "--short=10", "HEAD")
     if not found:
-        return os.environ.get(COMMIT_VARIABLE) or "-"
+        return "-"
     return found + ("+" if _output("git", "status", "--porcelain", "-uno") else "")
 
 

@@ -51,7 +51,8 @@ class Backend:
     native: bool = True
     """Made for GPUs, and so admitted by architecture; False for plain PyTorch, which runs anywhere when asked for."""
     named_only: bool = False
-    """Serves only where the environment names it: its kernels, as they are now, have run on no GPU yet."""
+    """Serves only where the environment names it: its kernels, as they are now, have run on no GPU yet, or what they
+    did there is why not; the record says which."""
     packages: tuple[str, ...] = ()
     """What must be importable besides torch."""
     capabilities: frozenset[arch.Capability] | None = None

@@ -33,6 +33,8 @@ class OpOptions:
     """Values of `FUSEPATCH_<OP>_BACKEND` besides `auto`."""
     default: bool = True
     """Whether `accelerate()` without names turns the op on."""
+    remark: str = ""
+    """What whoever names a backend should know of it."""
 
 
 OPS: dict[str, OpOptions] = {
@@ -40,7 +42,13 @@ OPS: dict[str, OpOptions] = {
     for op in (
         OpOptions("gated_mlp", backends=("triton", "hopper", "cudnn", "triton_gemm", "reference")),
         OpOptions("engram_gate", backends=("triton", "reference"), default=False),
-        OpOptions("kda", backends=("cudnn_hopper", "cudnn_frost", "reference"), default=False),
+        OpOptions(
+            "kda",
+            backends=("cudnn_hopper", "cudnn_frost", "reference"),
+            default=False,
+            remark=" With `cudnn_hopper` the gradients of the gate's parameters are several times less exact than "
+            "FLA's, and those of the gate and of the initial state are less exact too: see docs/evidence.md.",
+        ),
         OpOptions("gated_delta_rule", backends=("cudnn_frost", "reference"), default=False),
     )
 }
@@ -107,7 +115,7 @@ def _op_variables(op: OpOptions) -> tuple[EnvVar, ...]:
             f"{name}_BACKEND",
             ", ".join(("auto", *op.backends)),
             "auto",
-            "Whose kernels serve the op. `reference` is plain PyTorch, for any device.",
+            f"Whose kernels serve the op. `reference` is plain PyTorch, for any device.{op.remark}",
             _choice("auto", *op.backends),
         ),
     )

@@ -8,7 +8,7 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -557,6 +557,32 @@ class TestTiming:
         assert min(samples["short"]) >= 0.3
         assert len(ran) > 6 * 3
         assert len(set(fillers[-12:])) == 1 and fillers[-1] >= 1.5 * 5
+
+    def test_a_named_commit_is_the_commit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where a machine has the history of an earlier one."""
+        monkeypatch.setenv(results.COMMIT_VARIABLE, "0123456789")
+        assert results.provenance(False).commit == "0123456789"
+
+    def test_the_first_call_in_a_context_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fillers = []
+        monkeypatch.setattr(torch.cuda, "Event", _Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(timing, "_keep_busy", fillers.append)
+        cold = [False]
+
+        @contextlib.contextmanager
+        def context() -> Iterator[None]:
+            cold[0] = True
+            yield
+
+        def call(_: Any) -> None:
+            time.sleep(0.2 if cold[0] else 0.001)
+            cold[0] = False
+
+        step = timing.Step(lambda number: number, call, lambda: None, context)
+        samples = timing.measure({"slow at first": step}, timing.Limits(5, 60.0), True, pytest.fail)
+        assert max(samples["slow at first"]) < 100
+        assert max(fillers) < 100
 
 
 # ------------------------------------------------------------------------------------------------ what is made of rows

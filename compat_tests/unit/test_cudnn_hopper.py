@@ -289,6 +289,6 @@ def test_without_a_name_nothing_serves_yet(on_hopper: None, monkeypatch: pytest.
 def test_the_survey_of_doctor(on_hopper: None) -> None:
     standings = {each.backend: each for each in choose.survey(torch.device("cuda", 0))}
     assert standings["cudnn_hopper"].reason is None
-    assert not standings["cudnn_hopper"].native  # by name only, until a GPU has run it
+    assert not standings["cudnn_hopper"].native  # by name only: it is beyond parity
     assert [check.case for check in standings["cudnn_hopper"].checks] == ["cudnn_hopper kda bfloat16"]
     assert list(itertools.chain.from_iterable(each.missing for each in standings.values())) == []

@@ -88,12 +88,12 @@ _FUSED_WINS: dict[tuple[int, int], int] = {
 }
 """(hidden, inner) to the fewest tokens at which the Hopper kernels won, forward and forward + backward.
 
-H200, bf16, SiLU, the op against HF eager, by a throw-away script: to be measured again by `python -m benchmarks
-gated_mlp` before `named_only` goes. With fewer tokens it lost (where the host bounds both), won by less than it varies,
-or was not tried. The forward pass alone won with fewer too, but grad mode must not pick the route.
+H200, bf16, SiLU, fusepatch against HF eager, by `python -m benchmarks gated_mlp`: 0.76 to 0.96 of a training step
+(docs/performance.md has each). With fewer tokens it lost (where the host bounds both), won by less than it varies, or
+was not tried. The forward pass alone won with fewer too, but grad mode must not pick the route.
 """
 _ALSO_WINS = {(torch.bfloat16, "gelu_tanh"), (torch.float16, "silu")}
-"""Measured at 8192 tokens (16384 with H 1024) of `_ALSO_AT` alone."""
+"""Measured at 8192 tokens (16384 with H 1024) of `_ALSO_AT` alone, by a throw-away script."""
 _ALSO_AT = {(1024, 3072), (2048, 8192), (4096, 14336), (5120, 17408)}
 
 
@@ -142,7 +142,7 @@ def _cudnn_why_not(problem: Problem) -> Reason | None:
 
 
 def _never(problem: Problem, tokens: int) -> bool:
-    """It has been measured nowhere."""
+    """It has won nowhere."""
     return False
 
 
@@ -218,7 +218,8 @@ BACKENDS: tuple[Backend, ...] = (
         byte_alignment=16,
         check="fusepatch.kernels.gated_mlp.check",
         admits=_never,
-        # Compiled and inspected for SM90, SM100 and SM103, and run by Triton's interpreter; on no GPU yet.
+        # Right on the H200, and slower than eager there: 1.10 of a training step at (16384, 1024, 3072), by
+        # `python -m benchmarks gated_mlp`. On Blackwell, which it is for, it has not run.
         named_only=True,
         compiled=_triton_gemm_is_compiled,
     ),

@@ -15,6 +15,14 @@ promise these is declined (`why_not`): no look at the numbers could decide it wi
 forward kernel, `kda_fused_sm90.cu`, would ask for more: it starts the pieces of a sequence from a zero state, on a
 bound that does not hold for a gate per channel, as cuDNN's frost/common/split_k.py says.)
 
+**What it is less exact in than FLA**: the gradients of A_log and of dt_bias, several times where gates decay within a
+few tokens, and those of the gate and of the initial state. Within a chunk of 64 tokens, what a pair of tokens adds to
+the gradient of an earlier one's gate comes once as q dq and once as -k dk, and cancels. cuDNN's kernel rounds the
+operands of either to bf16, each by itself, where FLA keeps fp32 and multiplies in TF32 or better; what does not cancel
+stands in the gradients of all earlier tokens of the chunk, and dt_bias sums them. Our kernels round none of it: g and
+its gradient are fp32 on the way in and out. compat_tests/numerics/test_cudnn_hopper_roundings.py shows it. So the
+backend is beyond the parity that the others keep, and serves only where it is named.
+
 Tensors: M = B T tokens, H heads of q and k, G value heads, K = V = 128, N sequences; states are [N, G, V, K] inside.
 """
 
