@@ -426,15 +426,16 @@ def _graph_of(arm: Arm) -> Arm:
 
 
 VARIANTS: Mapping[str, Mapping[str, int]] = {
-    "forward_1_together": {"forward_together": 1, "forward_stages": 3},
-    "forward_3_stages": {"forward_stages": 3, "forward_programs": 1},
-    "forward_4_warps": {"forward_together": 1, "forward_warps": 4, "forward_stages": 3},
-    "forward_16_warps": {"forward_warps": 16, "forward_programs": 1},
-    "forward_per_token": {"forward_together": 1, "forward_stages": 1, "forward_programs": 0},
-    "backward_4_stages": {"backward_stages": 4},
-    "backward_2_stages": {"backward_stages": 2},
-    "backward_16_warps": {"backward_warps": 16},
-    "backward_in_memory_2_programs": {"held": False, "backward_stages": 1, "backward_programs": 2},
+    "forward_per_token": {"forward_stages": 1, "forward_programs": 0},
+    "forward_per_token_ring": {"forward_programs": 0},
+    "forward_2_warps": {"forward_warps": 2, "forward_stages": 2, "forward_programs": 4},
+    "forward_4_programs": {"forward_stages": 2, "forward_programs": 4},
+    "forward_one_stream": {"forward_one_stream": True, "forward_programs": 3},
+    "forward_one_stream_4_stages": {"forward_one_stream": True, "forward_stages": 4},
+    "backward_cached_weight": {"backward_copies_weight": False},
+    "backward_cached_weight_3_stages": {"backward_copies_weight": False, "backward_stages": 3},
+    "backward_cached_weight_5_stages": {"backward_copies_weight": False, "backward_stages": 5},
+    "backward_sum_64_rows": {"sum_rows": 64, "sum_columns": 32},
 }
 """Other launch shapes of the kernels, to be measured against the usual one: `--arms fusepatch_plan,variants`."""
 

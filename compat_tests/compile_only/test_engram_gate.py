@@ -29,9 +29,14 @@ MOST_SHARED, SHARED_OF_DRIVER = 227 * 1024, 1024  # per block, SM90 and SM100
 
 @functools.cache
 def compiled(
-    kernel: Any, constants: tuple[tuple[str, Any], ...], warps: int, capability: int, most: int | None = None
+    kernel: Any,
+    constants: tuple[tuple[str, Any], ...],
+    warps: int,
+    capability: int,
+    most: int | None = None,
+    dtype: str = "bf16",
 ) -> Any:
-    """A kernel for bf16 tensors, fp32 weights, aligned as PyTorch aligns them."""
+    """A kernel for tensors of a dtype, fp32 weights, aligned as PyTorch aligns them."""
     named = dict(constants)
     types = {
         "weight_ptr": "*fp32",
@@ -46,7 +51,7 @@ def compiled(
         if name in named:
             signature[name], constant[(index,)] = "constexpr", named[name]
             continue
-        signature[name] = types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        signature[name] = types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
         if (name.endswith("_ptr") and name != "mask_ptr") or name == "size":
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constant, attributes)
@@ -71,20 +76,25 @@ def registers(code: list[str]) -> int:
     return 1 + max(int(number) for line in code for number in re.findall(r"\bR(\d+)\b", line))
 
 
-def forward_of(streams: int, width: int, capability: int, **changes: Any) -> tuple[Any, sizes.Shape]:
-    shape = sizes.shape_of(streams, width, weights=2 if changes.get("ROUNDED") else 1)
+ITEM = {"bf16": 2, "fp32": 4}
+
+
+def forward_of(streams: int, width: int, capability: int, dtype: str = "bf16", **changes: Any) -> tuple[Any, Any]:
+    shape = sizes.shape_of(streams, width, ITEM[dtype], weights=2 if changes.get("ROUNDED") else 1)
     constants = {"STREAMS": streams, "WIDTH": width, "HEAD": shape.head, "TAIL": shape.tail, "MASKED": False}
     constants |= {"RESIDUAL": True, "COPYSIGN": True, "ROUNDED": False, "TOGETHER": shape.forward_together}
-    constants |= {"STAGES": shape.forward_stages, **changes}
+    constants |= {"ONE_STREAM": shape.forward_one_stream, "STAGES": shape.forward_stages, **changes}
     kernel, most = kernels._forward_kernel, shape.forward_registers
-    return compiled(kernel, tuple(constants.items()), shape.forward_warps, capability, most), shape
+    return compiled(kernel, tuple(constants.items()), shape.forward_warps, capability, most, dtype), shape
 
 
-def backward_of(streams: int, width: int, capability: int, **changes: Any) -> tuple[Any, sizes.Shape]:
-    shape = sizes.shape_of(streams, width)
+def backward_of(streams: int, width: int, capability: int, dtype: str = "bf16", **changes: Any) -> tuple[Any, Any]:
+    shape = sizes.shape_of(streams, width, ITEM[dtype])
     constants = {"STREAMS": streams, "WIDTH": width, "HEAD": shape.head, "TAIL": shape.tail, "MASKED": False}
-    constants |= {"RESIDUAL": True, "WANT_WEIGHT": True, "HELD": shape.held, "STAGES": shape.backward_stages, **changes}
-    return compiled(kernels._backward_kernel, tuple(constants.items()), shape.backward_warps, capability), shape
+    constants |= {"RESIDUAL": True, "WANT_WEIGHT": True, "HELD": shape.held, "STAGES": shape.backward_stages}
+    constants |= {"COPY_WEIGHT": shape.backward_copies_weight, **changes}
+    kernel, warps = kernels._backward_kernel, shape.backward_warps
+    return compiled(kernel, tuple(constants.items()), warps, capability, dtype=dtype), shape
 
 
 def check(built: Any, warps: int, folder: Path, architecture: str, programs: int = 1) -> list[str]:
@@ -147,6 +157,16 @@ def test_backward(tmp_path: Path, width: int, form: str, capability: int) -> Non
 
 
 @CAPABILITIES
+@pytest.mark.parametrize("want_weight", [True, False], ids=["", "without the weight's gradient"])
+def test_float32(tmp_path: Path, want_weight: bool, capability: int) -> None:
+    """Rows of twice the bytes, of which the ring holds one step more without the weight's gradient."""
+    built, shape = backward_of(4, 5120, capability, "fp32", WANT_WEIGHT=want_weight)
+    check(built, shape.backward_warps, tmp_path, TARGETS[capability], shape.backward_programs)
+    built, shape = forward_of(4, 5120, capability, "fp32")
+    check(built, shape.forward_warps, tmp_path, TARGETS[capability], shape.forward_programs)
+
+
+@CAPABILITIES
 def test_sums_in_memory_are_not_loaded_ahead(tmp_path: Path, capability: int) -> None:
     built, shape = backward_of(6, 1032, capability)
     code = check(built, shape.backward_warps, tmp_path, TARGETS[capability])
@@ -155,5 +175,6 @@ def test_sums_in_memory_are_not_loaded_ahead(tmp_path: Path, capability: int) ->
 
 @CAPABILITIES
 def test_the_sum_over_programs(tmp_path: Path, capability: int) -> None:
-    constants = (("ROWS", kernels._SUM_ROWS), ("COLUMNS", kernels._SUM_COLUMNS))
+    shape = sizes.shape_of(4, 5120)
+    constants = (("ROWS", shape.sum_rows), ("COLUMNS", shape.sum_columns))
     check(compiled(kernels._weight_kernel, constants, 4, capability), 4, tmp_path, TARGETS[capability])

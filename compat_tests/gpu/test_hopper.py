@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +11,10 @@ from torch import Tensor
 import fusepatch
 from fusepatch import ops
 from fusepatch.kernels.gated_mlp import choose, hopper
+from fusepatch.parity_check.bound import STRAY, kind_of
 from gpu.fused_cases import DEVICE, NAMES, FusedCases, assert_nothing_outside, data, run, why_not
 from gpu.graphs import assert_a_step_is_captured_and_replayed_after_warmup
-from support import is_within_parity, relative_error, tiny_llama_mlp
+from support import is_within_parity, relative_error, tiny_llama, tiny_llama_mlp
 
 HOPPER = next((backend for backend in choose.BACKENDS if backend.name == "hopper"), None)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not("hopper")), reason=why_not("hopper"))]
@@ -86,6 +89,44 @@ def test_an_admitted_size_runs_fused_and_within_parity() -> None:
     for name, expected in exact.items():
         errors = relative_error(patched[name], expected), relative_error(stock[name], expected)
         assert is_within_parity(*errors), (name, errors)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_models_keep_the_kernels(mode: str) -> None:
+    """A model's training steps at an admitted size, with nothing named; fewer tokens get the library's code."""
+    model = tiny_llama(
+        torch.bfloat16, hidden_size=1024, intermediate_size=3072, num_attention_heads=8, initializer_range=0.03
+    ).cuda()
+
+    def steps(run: Any, model: torch.nn.Module, tokens: int) -> dict[str, Tensor]:
+        """The third of three steps on different data: CUDA graphs are recorded in the second, and replayed."""
+        for seed in range(3):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            ids = torch.randint(0, 128, (4, tokens // 4), device="cuda", generator=generator)
+            model.zero_grad(set_to_none=True)
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = run(ids, labels=ids).loss
+            loss.backward()
+        return {"loss": loss.detach().clone(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+    def compiled() -> Any:
+        torch.compiler.reset()
+        return torch.compile(model, fullgraph=True, mode=mode)
+
+    stock = steps(compiled(), model, 16384)
+    with fusepatch.accelerated("gated_mlp"):
+        run = compiled()
+        patched = steps(run, model, 16384)
+        assert fusepatch.status().targets[0].total("traces") == {"fused": 2}
+        steps(run, model, 1024)
+        assert fusepatch.status().targets[0].total("traces") == {"fused": 2, "compiling": 2}
+    exact = steps(model.float(), model, 16384)
+    worst: dict[str, float] = {}
+    for name, expected in exact.items():
+        worst[kind_of(name)] = max(worst.get(kind_of(name), 0.0), relative_error(stock[name], expected))
+    for name, expected in exact.items():
+        error = relative_error(patched[name], expected)
+        assert error <= STRAY.allows(worst[kind_of(name)]), (name, error, worst[kind_of(name)])
 
 
 def test_training_step_is_captured_and_replayed_after_warmup() -> None:

@@ -32,6 +32,7 @@ for tokens in map(int, sys.argv[2:]):
 """
 
 
+@pytest.mark.timeout(900)  # each of its four processes checks, compiles or loads several backends
 def test_the_profile_is_followed(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -193,15 +193,20 @@ def test_tiny_norms_and_large_scales(scale: float) -> None:
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["", "rounded"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize(("together", "programs"), [(2, 1), (2, 0), (4, 1)])
-def test_tokens_that_share_a_step(together: int, programs: int, masked: bool, rounded: bool) -> None:
+@pytest.mark.parametrize("one_stream", [False, True], ids=["", "one stream"])
+@pytest.mark.parametrize(("together", "programs"), [(2, 1), (2, 0), (4, 1), (1, 7)])
+def test_tokens_that_share_a_step(
+    together: int, programs: int, one_stream: bool, masked: bool, rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_kernels, "_programs", lambda device, on_each: on_each)
     x, kv, weight = inputs(11, 3, 24)
     x[3], kv[4] = -0.0, math.nan
     mask = torch.arange(11) % 4 > 0 if masked else torch.arange(11) != 4
     key_weight = weight.flip(0) if rounded else None
     options = (kv[:, :72].view(11, 3, 24), kv[:, 72:], weight, mask, 1e-6, True, "copysign")
     found, expected = ((torch.full_like(x, math.nan), torch.full((11, 3, 4), math.nan)) for _ in range(2))
-    shape = sizes.shape_of(3, 24)._replace(forward_together=together, forward_programs=programs)
+    changes = {"forward_together": together, "forward_programs": programs, "forward_one_stream": one_stream}
+    shape = sizes.shape_of(3, 24)._replace(**changes)
     for forward, (out, saved), more in (
         (triton_kernels.engram_forward, found, {"_shape": shape}),
         (reference.engram_forward, expected, {}),
@@ -209,6 +214,22 @@ def test_tokens_that_share_a_step(together: int, programs: int, masked: bool, ro
         forward(x, *options, out_MSD=out, saved_MS4=saved, key_weight_SD=key_weight, **more)
     assert all(relative_error(one, other) < 1e-5 for one, other in zip(found, expected, strict=True))
     assert torch.equal(found[0][~mask].view(torch.int32), x[~mask].view(torch.int32))
+
+
+OTHER_SHAPES = {
+    "one stream": {"forward_one_stream": True},
+    "weights not copied ahead": {"backward_copies_weight": False},
+    "few rows summed at a time": {"sum_rows": 2, "sum_columns": 32},
+}
+
+
+@pytest.mark.parametrize("wanted", [NAMES, ("kv",), ("x", "weight"), ("weight",)], ids=str)
+@pytest.mark.parametrize("other", OTHER_SHAPES)
+def test_other_launch_shapes(other: str, wanted, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = OTHER_SHAPES[other]
+    shape_on = lambda device, streams, width, *rest: sizes.shape_of(streams, width)._replace(**changes)
+    monkeypatch.setattr(triton_kernels, "_shape_on", shape_on)
+    check(inputs(7, 2, 88), torch.arange(7) % 3 > 0, wanted=wanted)
 
 
 def test_no_tokens() -> None:
@@ -236,7 +257,7 @@ def test_any_number_of_programs(streams: int, programs: int, monkeypatch: pytest
 @pytest.mark.parametrize("rows", [1, 16, 17, 192])
 def test_the_sum_over_programs(rows: int) -> None:
     partial, total = torch.randn(rows, 2, 72), torch.empty(2, 72)
-    triton_kernels._launch_sum(partial, total, rows)
+    triton_kernels._launch_sum(partial, total, rows, sizes.shape_of(2, 72))
     assert relative_error(total, partial.double().sum(0)) < 1e-6
 
 
@@ -280,6 +301,8 @@ def test_rings_fit_into_shared_memory(width: int, item: int, shared: int) -> Non
         step = 3 * item * shape.forward_together + 4 * weights
         forward = (shape.forward_stages - 1) * padded * step * max(shape.forward_programs, 1)
         backward = (shape.backward_stages - 1) * padded * (4 * item + 4) * shape.backward_programs
+        if shape.backward_stages > 1:  # x and key may be held for one step more
+            backward += 2 * item * padded * shape.backward_programs
         assert max(forward, backward) < shared * 1024
         assert shape.forward_programs == 0 or shape.forward_stages > 1
 
@@ -297,11 +320,11 @@ def test_compiled_means_that_this_kind_ran() -> None:
 
 FAULTS = {
     "a mask that zeroes": (
-        "tl.where(on[:, None], out_head, x_head)",
-        "tl.where(on[:, None], out_head, 0.0)",
+        "out_head += x_head",
+        "out_head += tl.where(on[:, None], x_head, 0.0) if MASKED else x_head",
         "a masked token",
     ),
-    "a mask that gates": ("gate, dot = tl.where(on, gate, 0.0),", "dot =", "grad_kv of"),
+    "a mask that gates": ("gate, dot = tl.where(on, gate, off),", "dot =", "grad_kv of"),
     "no mean": ("square_x_tail) / WIDTH", "square_x_tail)", "out of"),
     "a tail left out": ("mask=columns < WIDTH)", "mask=columns < WIDTH - 8)", "nan"),
     "a gradient without the residual": ("grad_x_head += grad_out_head", "pass", "grad_x of"),

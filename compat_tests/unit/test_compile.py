@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -246,24 +247,61 @@ def test_of_chosen_models_the_compiler_gets_the_librarys_code() -> None:
     assert graphs.count("gated_mlp") == 0
 
 
-def test_a_native_backend_that_is_not_named_is_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """A native backend that nobody named, measured to win in compiled code from so many tokens on."""
 
-    library.operators(choose.REFERENCE)
-    native = dataclasses.replace(choose.REFERENCE, native=True, name="quick")
-    monkeypatch.setattr(library, "choose", lambda problem, tokens: native)
+    def install(fewest: int | None) -> None:
+        native = dataclasses.replace(
+            choose.REFERENCE, native=True, name="quick", fewest_compiled=lambda problem: fewest
+        )
+        monkeypatch.setattr(library, "choose", lambda problem, tokens: native)
+        monkeypatch.setattr(library, "_named", lambda name: native)
+        monkeypatch.delenv("FUSEPATCH_GATED_MLP_BACKEND", raising=False)
+
+    return install
+
+
+def test_a_native_backend_that_is_not_named_serves_where_it_won(
+    quick: Callable[[int | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = choose.Problem(choose.Route.FUSED, torch.device("cpu"), torch.float32, 64, 96, "silu", bias=False)
-    monkeypatch.delenv("FUSEPATCH_GATED_MLP_BACKEND")
-    settings.install(settings.read())
-    assert library.serving(problem) is None
+    for fewest, expected in ((None, None), (100, ("quick", 100))):
+        quick(fewest)
+        settings.install(settings.read())
+        assert library.serving(problem) == expected
+    quick(None)
     monkeypatch.setenv("FUSEPATCH_GATED_MLP_BACKEND", "triton")
     settings.install(settings.read())
-    assert library.serving(problem) == "quick"
+    assert library.serving(problem) == ("quick", 1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_fewer_tokens_than_it_won_with_get_the_librarys_code(
+    dynamic: bool, quick: Callable[[int | None], None]
+) -> None:
+    model = tiny_llama_mlp()
+    quick(16)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    patched = compiled(model, graphs, dynamic=dynamic)
+    served = []
+    for tokens in (24, 15, 16, 3, 40):
+        before = len(graphs.forward)
+        x = torch.randn(tokens, 64)
+        assert relative_error(patched(x), expected_of(model, x)) < 1e-6
+        served += ["fusepatch.gated_mlp.default" in graph for graph in graphs.forward[before:]]
+    # With dynamic shapes one graph of each kind serves all.
+    assert served == ([True, False] if dynamic else [True, False, True, False, True])
+
+
+def expected_of(model: nn.Module, x: Tensor) -> Tensor:
+    with fusepatch.disabled():
+        found: Tensor = model(x)
+    return found
 
 
 def test_an_operator_given_what_its_kernel_can_not_read_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
     picky = dataclasses.replace(choose.REFERENCE, name="picky", module="no.such.module", byte_alignment=64)
     monkeypatch.setattr(library, "_named", lambda name: picky)
     storage = torch.randn(4 * 64 + 1)

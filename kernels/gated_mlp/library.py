@@ -90,15 +90,18 @@ def _serving_these(backend: str, *tensors: Tensor | None) -> Any:
     return load(found)
 
 
-def serving(problem: Problem) -> str | None:
-    """The backend that serves a compiled call of `problem`, whatever its number of tokens.
+def serving(problem: Problem) -> tuple[str, int] | None:
+    """The backend that serves compiled calls of `problem`, and the fewest tokens of which; None where there is none.
 
-    A native one only where it is named: none has been measured against compiled code.
+    A native one that is not named serves where it was measured to win against the library's code, compiled too.
     """
     backend = choose(problem, MOST_TOKENS)
     if isinstance(backend, Reason) or backend.whole:
         return None
-    return None if backend.native and settings.current().ops[OP].backend == "auto" else backend.name
+    if not backend.native or settings.current().ops[OP].backend != "auto":
+        return backend.name, 1
+    fewest = backend.fewest_compiled(problem)
+    return None if fewest is None else (backend.name, fewest)
 
 
 # --------------------------------------------------------------------------------------------------- the operators
