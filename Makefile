@@ -4,19 +4,21 @@
 PYTHON ?= python3
 export TORCH TORCH_PIP_ARGS
 
-BIN := .env-fusepatch/venv/bin
+BIN = .env-fusepatch/venv/bin
 # Nothing from outside the environment, and nothing from a hub. One thread per test process: there is one per core.
-RUN := env -u PYTHONPATH -u PYTHONHOME HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 \
+RUN = env -u PYTHONPATH -u PYTHONHOME HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 \
 	TOKENIZERS_PARALLELISM=false $(BIN)
-PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(RUN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-all gpu-test lint docs-tables clean python env-demo env-test upstream-sources
+.PHONY: help demo test test-all test-oldest gpu-test lint docs-tables clean python env-demo env-test env-oldest \
+	upstream-sources
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo         set up an environment in .env-fusepatch/ and run `fusepatch demo`'
 	@echo 'make test         set it up for development, then lint, types and the CPU tests'
 	@echo 'make test-all     the same, with the slow tests'
+	@echo 'make test-oldest  the tests that depend on PyTorch and transformers, with the oldest releases that are supported'
 	@echo 'make gpu-test     the tests that need a GPU, with PYTHON as it is: nothing is installed. After `make test`,'
 	@echo '                  PYTHON=$(BIN)/python is one that has all they need'
 	@echo 'make lint         ruff and mypy'
@@ -43,6 +45,12 @@ test: lint upstream-sources
 test-all: lint upstream-sources
 	@$(PYTEST) -m "not gpu" --timeout 1200 $(PYTEST_ARGS)
 
+# Left out, as slow as they are: what starts Python programs or pytest, whatever library these use.
+test-oldest: BIN = .env-fusepatch/oldest/venv/bin
+test-oldest: env-oldest
+	@$(PYTEST) -m "not slow and not gpu" --override-ini "testpaths=compat_tests/unit compat_tests/numerics" \
+		--ignore compat_tests/unit/test_run.py --ignore compat_tests/unit/test_pytest_plugin.py $(PYTEST_ARGS)
+
 gpu-test: python
 	@$(PYTHON) -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu-test: no CUDA device that PyTorch can use")'
 	PYTHONPATH="accelerate$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
@@ -55,7 +63,7 @@ lint: env-test
 docs-tables: env-test
 	@$(RUN)/python docs/generate.py
 
-env-demo env-test: env-%: python
+env-demo env-test env-oldest: env-%: python
 	@$(PYTHON) scripts/environment.py $*
 
 # transformers' own tests, which the tests run: here, since those stay off the network.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 
+import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from fusepatch.decline import Reason
@@ -20,6 +23,13 @@ PROVOKED_BY_LINEAR_ATTENTION = {
     Reason.LIBRARY_TOO_OLD,
 }
 """Reasons that only unit/test_linear_attention_shim.py provokes; the rest are those of unit/test_declines.py."""
+
+
+def needs_transformers(release: str) -> pytest.MarkDecorator:
+    """Skips a test, or a case of it, that is about what an older transformers than `release` may not have."""
+    here = importlib.metadata.version("transformers")
+    reason = f"about transformers {release}, and this is {here}"
+    return pytest.mark.skipif(Version(here) < Version(release), reason=reason)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -46,7 +46,8 @@ def build(configuration, options):
 configuration = hopper.forward_configuration(torch.bfloat16, "silu", False, hopper.Size.SMALL)
 launch = compiling.compiled(configuration, build, "sm_90a")
 try:
-    launch(*[torch.zeros(8, 8, dtype=torch.bfloat16)] * 4, None, 1)
+    t = torch.zeros(8, 8, dtype=torch.bfloat16)
+    launch(t, t, t, None, None, t, None, 1)
 except ValueError as error:
     assert "expected device_type=cuda" in str(error), error
 else:
@@ -281,22 +282,24 @@ def test_a_file_in_the_way(folder: Path, caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("size", [hopper.Size.SMALL, hopper.Size.DEEP], ids=lambda size: size.value)
-@pytest.mark.parametrize("keep", [False, True], ids=["h", "h and gate_up"])
+@pytest.mark.parametrize(("keep", "biased"), [(False, False), (True, False), (True, True)])
 def test_an_export_launches_the_forward_kernel(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: hopper.Size, keep: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: hopper.Size, keep: bool, biased: bool
 ) -> None:
     """Grid, cluster and shared memory; and each operand is read through a descriptor of its own."""
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
-    configuration = hopper.forward_configuration(torch.bfloat16, "silu", keep, size)
+    configuration = hopper.forward_configuration(torch.bfloat16, "silu", keep, size, biased=biased)
     compiled = hopper.build(configuration, f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={tmp_path}")
     launch, launched = fake_cuda.load(compiled, tmp_path)
     hidden, inner, clusters = 64, 960, 3
     at = [0x7F1000000000 + index * 0x10000000 for index in range(5 if keep else 4)]
+    at_biases = [0x7F2000000002, 0x7F3000000006]  # aligned as their elements are
 
     def run(addresses: list[int], rows: int = 300) -> fake_cuda.Launched:
         shapes = [(rows, hidden), (inner, hidden), (inner, hidden), (rows, inner), (rows, 2 * inner)]
         tensors = [fake_cuda.tensor(address, shape) for address, shape in zip(addresses, shapes, strict=False)]
-        launch(*tensors, *([] if keep else [None]), clusters)
+        biases = [fake_cuda.tensor(address, (inner,)) if biased else None for address in at_biases]
+        launch(*tensors[:3], *biases, *tensors[3:], *([] if keep else [None]), clusters)
         return launched()
 
     first = run(at)
@@ -318,5 +321,7 @@ def test_an_export_launches_the_forward_kernel(
     assert [len(each) for each in moved] == [1, 1, 1, 1, 2][: len(at)]  # gate_up is stored as two halves
     assert sorted(sum(moved, ())) == descriptors
     assert changes(at) == ()
+    given = b"".join(first.arguments)
+    assert all((address.to_bytes(8, "little") in given) is biased for address in at_biases)
     # Another number of rows is in the descriptors of x, h and gate_up, and not in the weights'.
     assert changes(at, 301) == tuple(sorted(sum((moved[index] for index in (0, 3, 4)[: len(at) - 2]), ())))

@@ -8,12 +8,13 @@ import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import machine_code
 import pytest
 import torch
 
-from fusepatch import selfcheck
+from fusepatch import selfcheck, settings
 from fusepatch.decline import Reason, Route
 from fusepatch.kernels import backends
 from fusepatch.kernels.cute import artefacts, compiling
@@ -47,9 +48,30 @@ def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_machine_code(
     sm90: None, tmp_path: Path, dtype: torch.dtype, activation: str, size: hopper.Size, which: int
 ) -> None:
-    configuration = hopper.configurations(dtype, activation, size)[which]
-    hopper.build(configuration, f"--enable-tvm-ffi --keep-cubin --dump-dir={tmp_path}")
-    text = machine_code.disassembled(tmp_path)
+    operations = _inspected(hopper.configurations(dtype, activation, size)[which], tmp_path)
+    assert not operations.keys() & {"LDG", "STG", "LD", "ST", "LDGSTS"}, operations
+
+
+# Two dtypes, three activations, two sizes (the forward kernels of shallow and deep sizes are the same): 24.
+@machine_code.needs_the_dsl
+@machine_code.needs_the_tools
+@pytest.mark.parametrize("which", range(2), ids=["h", "h and gate_up"])
+@pytest.mark.parametrize(("dtype", "activation", "size"), [kind for kind in KINDS if "shallow" not in str(kind.id)])
+def test_machine_code_with_biases(
+    sm90: None, tmp_path: Path, dtype: torch.dtype, activation: str, size: hopper.Size, which: int
+) -> None:
+    """Elements of the biases are read one by one, each once per chunk; nothing else bypasses TMA."""
+    configuration = hopper.configurations(dtype, activation, size, biased=True)[which]
+    operations = _inspected(configuration, tmp_path)
+    assert not operations.keys() & {"STG", "LD", "ST", "LDGSTS"}, operations
+    of_a_chunk = 2 * configuration.chunk // 4  # of gate and up; two of each eight columns
+    assert operations["LDG"] == configuration.parts * of_a_chunk
+
+
+def _inspected(configuration: Any, folder: Path) -> Counter[str]:
+    """Compiles it, and holds its machine code to what is so of every kernel; returns its operations."""
+    hopper.build(configuration, f"--enable-tvm-ffi --keep-cubin --dump-dir={folder}")
+    text = machine_code.disassembled(folder)
     assert "EF_CUDA_ACCELERATORS" in text  # the features of sm_90a, and not of sm_90 alone
     assert "EF_CUDA_SM90" in text
     lines = machine_code.instructions(text)
@@ -65,7 +87,6 @@ def test_machine_code(
     assert operations["UTMALDG"] >= 3
     assert operations["UTMASTG"] >= 1
     assert any("MULTICAST" in line for line in lines if line.startswith("UTMALDG")) is (tile.cluster > 1)
-    assert not operations.keys() & {"LDG", "STG", "LD", "ST", "LDGSTS"}, operations
 
     # Registers: nothing spilled, warp groups trade them, and rounding takes two values at a time (F2F takes one, and
     # costs as much as a sigmoid).
@@ -73,6 +94,29 @@ def test_machine_code(
     assert sum(line.startswith("USETMAXREG") for line in lines) >= 2
     assert "F2F" not in operations
     assert configuration.shared_bytes <= 232448
+    return operations
+
+
+@machine_code.needs_the_dsl
+@pytest.mark.parametrize("columns", [128, 192])
+def test_where_an_accumulator_lies(sm90: None, columns: int) -> None:
+    """The biases are added by what `Forward.add_biases` takes for granted: a thread's columns, by its number."""
+    cute = pytest.importorskip("cutlass.cute")
+    from cutlass import BFloat16, Float32
+    from cutlass.cute.nvgpu import OperandMajorMode
+    from cutlass.utils import hopper_helpers
+
+    layouts = []
+
+    @cute.jit
+    def look() -> None:
+        major = OperandMajorMode.K
+        mma = hopper_helpers.make_trivial_tiled_mma(BFloat16, BFloat16, major, major, Float32, (1, 1, 1), (64, columns))
+        layouts.append(str(mma.tv_layout_C_tiled))
+
+    look()
+    # Thread 4 a + b of a warp w, value 4 e + 2 r + c -> row 16 w + a + 8 r, column 8 e + 2 b + c, at row + 64 column.
+    assert layouts == [f"((4,8,4),((2,2,{columns // 8}),(1,1))):((128,1,16),((64,8,512),(0,0)))"]
 
 
 # -------------------------------------------------------------------------------------------------------------- rules
@@ -129,6 +173,7 @@ def test_capture_waits_for_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(compiling, "_compiled", {(each, "sm_90a"): print for each in needed})
     assert hopper.is_compiled(PLAIN, 16384)
     assert not hopper.is_compiled(PLAIN, 1)
+    assert not hopper.is_compiled(PLAIN._replace(bias=True), 16384)
 
 
 # ---------------------------------------------------------------------------------------- the table, and the self-check
@@ -136,9 +181,8 @@ def test_capture_waits_for_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatc
 
 @functools.cache
 def _hopper() -> choose.Backend:
-    """The backend, admitted where it was measured to win."""
     (found,) = (backend for backend in choose.BACKENDS if backend.name == "hopper")
-    return dataclasses.replace(found, named_only=False)
+    return found
 
 
 PLAIN = choose.Problem(Route.FUSED, torch.device("cuda", 0), torch.bfloat16, 1024, 3072, "silu", bias=False)
@@ -176,6 +220,18 @@ def test_what_was_measured_to_win_is_served(on: Callable[[tuple[int, int]], list
     assert set(asked) == {"hopper fused bfloat16 silu"}
 
 
+def test_biases_are_served_where_the_backend_is_named(
+    on: Callable[[tuple[int, int]], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = on((9, 0))
+    biased = PLAIN._replace(bias=True)
+    assert choose.choose(biased, 16384) is Reason.SIZE_NOT_ADMITTED  # not measured
+    monkeypatch.setenv("FUSEPATCH_GATED_MLP_BACKEND", "hopper")
+    settings.install(settings.read())
+    assert choose.choose(biased, 16384) == _hopper()
+    assert asked == ["hopper fused bfloat16 silu biased"]
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_decode_sizes_decline(on: Callable[[tuple[int, int]], list[str]], tokens: int) -> None:
     on((9, 0))
@@ -203,7 +259,6 @@ def test_no_other_gpu_gets_it(on: Callable[[tuple[int, int]], list[str]], capabi
         ({"hidden": 1028}, Reason.ALIGNMENT),
         ({"inner": 3076}, Reason.ALIGNMENT),
         ({"dtype": torch.float32}, Reason.DTYPE),
-        ({"bias": True}, Reason.BIAS),
     ],
 )
 def test_what_it_declines(

@@ -125,6 +125,25 @@ class FusedCases:
     def test_every_dtype_and_activation_against_fp64(self, dtype: torch.dtype, activation: str) -> None:
         assert_like_reference(self.BACKEND, data(4099, 136, 1352, dtype), activation)
 
+    @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+    @pytest.mark.parametrize("tokens", [1, 257, 4099])
+    def test_biases_against_fp64(self, tokens: int, packed: bool) -> None:
+        assert_like_reference(self.BACKEND, data(tokens, 200, 1352, biased=True), packed=packed)
+
+    @pytest.mark.parametrize("activation", choose.ACTIVATIONS)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_biases_in_every_dtype_and_activation(self, dtype: torch.dtype, activation: str) -> None:
+        assert_like_reference(self.BACKEND, data(2055, 136, 1352, dtype, biased=True), activation)
+
+    @pytest.mark.parametrize("name", BIASES)
+    def test_a_bias_that_is_off_16_bytes(self, name: str) -> None:
+        given = data(257, 72, 1352, biased=True)
+        plain = run(self.BACKEND, given)
+        shifted = torch.cat([given[name][:1], given[name]])[1:]
+        assert shifted.data_ptr() % 16
+        for key, result in run(self.BACKEND, {**given, name: shifted}).items():
+            assert torch.equal(result, plain[key]), key
+
     def test_many_columns_and_few_rows(self) -> None:
         """More tiles than multiprocessors, with one row of them."""
         given = data(72, 136, 20488)
@@ -236,8 +255,9 @@ class FusedCases:
         for whole, part in ((h, h_tail), (gate_up, gate_up_tail), (d_gate_up, d_tail)):
             assert relative_error(whole[tail], part) < 1e-3
 
-    def test_selfcheck_passes(self) -> None:
-        case = selfcheck.Check("fusepatch.kernels.gated_mlp.check", f"{self.BACKEND.name} fused bfloat16 silu")
+    @pytest.mark.parametrize("biased", ["", " biased"])
+    def test_selfcheck_passes(self, biased: str) -> None:
+        case = selfcheck.Check("fusepatch.kernels.gated_mlp.check", f"{self.BACKEND.name} fused bfloat16 silu{biased}")
         assert selfcheck.verdict(case, DEVICE) == selfcheck.Verdict(selfcheck.Outcome.PASSED)
 
     @pytest.mark.parametrize("fault", FAULTS)

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 import fusepatch
 from fusepatch.kernels.gated_mlp import choose
 from gpu.fused_cases import (
-    BIASES,
     DEVICE,
     NAMES,
     FusedCases,
-    assert_like_reference,
     assert_nothing_outside,
     data,
     run,
@@ -44,31 +42,6 @@ def test_the_shared_cases_have_one_for_each_tile() -> None:
     assert dual_gemm.tile_of(72, 20488) is dual_gemm.LARGE
     assert dual_gemm.tile_of(4099, 1352) is dual_gemm.LARGE
     assert dual_gemm.tile_of(257, 1352) is dual_gemm.SMALL
-
-
-# ------------------------------------------------------------------------------------------------------------- biases
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-@pytest.mark.parametrize("tokens", [1, 257, 4099])
-def test_biases_against_fp64(tokens: int, packed: bool) -> None:
-    assert_like_reference(TRITON_GEMM, data(tokens, 200, 1352, biased=True), packed=packed)
-
-
-@pytest.mark.parametrize("activation", choose.ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_biases_in_every_dtype_and_activation(dtype: torch.dtype, activation: str) -> None:
-    assert_like_reference(TRITON_GEMM, data(2055, 136, 1352, dtype, biased=True), activation)
-
-
-@pytest.mark.parametrize("name", BIASES)
-def test_a_bias_that_is_off_16_bytes(name: str) -> None:
-    given = data(257, 72, 1352, biased=True)
-    plain = run(TRITON_GEMM, given)
-    shifted = torch.cat([given[name][:1], given[name]])[1:]
-    assert shifted.data_ptr() % 16
-    for key, result in run(TRITON_GEMM, {**given, name: shifted}).items():
-        assert torch.equal(result, plain[key]), key
 
 
 # ------------------------------------------------------------------------------------------------- launched directly

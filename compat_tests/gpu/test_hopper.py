@@ -54,7 +54,7 @@ def test_nothing_is_written_outside_of_the_results(tokens: int) -> None:
 
     def forward(given: dict[str, Tensor], h: Tensor, gate_up: Tensor) -> None:
         launch = hopper._forward(torch.bfloat16, "silu", True, size)
-        launch(given["x"], given["gate_weight"], given["up_weight"], h, gate_up, clusters)
+        launch(given["x"], given["gate_weight"], given["up_weight"], None, None, h, gate_up, clusters)
 
     def backward(given: dict[str, Tensor], gate_up: Tensor, d_gate_up: Tensor, h: Tensor) -> None:
         launch = hopper._backward(torch.bfloat16, "silu", True, size)

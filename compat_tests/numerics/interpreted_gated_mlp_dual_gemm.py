@@ -226,8 +226,9 @@ class _Steps:
 
 def _differences(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
     monkeypatch.setattr(check, "_FUSED_SHAPES", ((7, 72, 136),))
-    steps = _Steps()
-    return check._fused(TRITON_GEMM, torch.device("cpu"), torch.float16, "silu", steps), steps.cases
+    steps, cpu = _Steps(), torch.device("cpu")
+    plain, biased = (check._fused(TRITON_GEMM, cpu, torch.float16, "silu", steps, each) for each in (False, True))
+    return [*plain, *biased], steps.cases
 
 
 def test_the_self_check_accepts_what_is_right_with_biases_and_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,8 +112,9 @@ def test_the_command_without_a_gpu() -> None:
     assert found["selfcheck"] == "no CUDA device: there is nothing to check"
     assert (done.returncode, found["exit_code"]) == (0, 0), done.stderr
     versions = {row["name"]: row["version"] for row in found["versions"]}
-    assert versions["torch"] == torch.__version__
-    assert versions["transformers"] == importlib.metadata.version("transformers")
+    assert {name: versions[name] for name in ("torch", "transformers")} == {
+        name: importlib.metadata.version(name) for name in ("torch", "transformers")
+    }
     assert {"fusepatch", "Python", "triton", "cuDNN", "CUDA runtime", "CUDA driver"} <= set(versions)
     assert found["gpus"] == []
     assert [row["name"] for row in found["settings"]] == list(settings.TABLE)
@@ -683,7 +684,7 @@ def test_checks_are_run_anew_and_remembered(gpus: Callable[..., None], outcomes:
     row = kernel(found, "triton")
     assert (row.serves, row.reason, row.fix) == ("in part", "selfcheck-failed", Reason.SELFCHECK_FAILED.fix)
     failed = findings(found, "on cuda:0 failed: seen on cuda:0")
-    assert len(failed) == sum(case.endswith(" gelu") for case in cases) >= 5
+    assert len(failed) == sum("gelu" in case.split() for case in cases) >= 5
     assert found.exit_code == 1
 
     outcomes.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,10 @@ from fusepatch.decline import DeclinedError, Reason, Route
 from fusepatch.kernels import backends
 from fusepatch.kernels.engram_gate import choose, op
 from fusepatch.shims import hf_engram_gate
-from support import grads_of, is_within_parity, relative_error
+from support import grads_of, is_within_parity, needs_transformers, relative_error
 
 POINTWISE, ORIGINAL = Route.POINTWISE, Route.ORIGINAL
+CACHE = list(inspect.signature(Layer.forward).parameters)[3]  # `cache`, or `past_key_values` in transformers 5.17
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +112,8 @@ def test_spellings_of_the_call() -> None:
     spellings = [
         lambda: layer(x, ids, None),
         lambda: layer(x, ids, None, None),
-        lambda: layer(hidden_states=x, input_ids=ids, cache=None),
-        lambda: layer(x, cache=None, input_ids=ids, conv_mask=None),
+        lambda: layer(hidden_states=x, input_ids=ids, **{CACHE: None}),
+        lambda: layer(x, **{CACHE: None}, input_ids=ids, conv_mask=None),
     ]
     check(lambda: [each().detach() for each in spellings], POINTWISE, Reason.NO_KERNEL, calls=4)
     for wrong in (lambda: layer(x), lambda: layer(x, ids, None, None, None), lambda: layer(x, ids, None, nope=1)):
@@ -389,12 +391,6 @@ def with_global_hook(layer: nn.Module) -> list[Tensor]:
         handle.remove()
 
 
-def old_keyword(layer: nn.Module) -> list[Tensor]:
-    x, ids = call()
-    with pytest.warns(FutureWarning, match="past_key_values"):
-        return [layer(x, ids, past_key_values=None).detach()]
-
-
 class OfOneInput(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -416,7 +412,6 @@ KINDS_OF_CALL = {
     Reason.AUTOCAST: in_context(lambda: torch.autocast("cpu", torch.bfloat16)),
     Reason.GLOBAL_HOOKS: with_global_hook,
     Reason.DISABLED: in_context(fusepatch.disabled),
-    Reason.STRUCTURE: old_keyword,
     Reason.EXPORTING: traced,
 }
 
@@ -426,6 +421,13 @@ KINDS_OF_CALL = {
 def test_kinds_of_call(reason: Reason) -> None:
     layer = tiny_layer()
     check(lambda: KINDS_OF_CALL[reason](layer), ORIGINAL, reason)
+
+
+@needs_transformers("5.24")
+def test_the_old_keyword() -> None:
+    layer, (x, ids) = tiny_layer(), call()
+    with pytest.warns(FutureWarning, match="past_key_values"):
+        check(lambda: [layer(x, ids, past_key_values=None).detach()], ORIGINAL, Reason.STRUCTURE)
 
 
 def test_dispatch_modes_see_operators() -> None:

@@ -105,6 +105,11 @@ def fake(dtype: Any, rows: Any, columns: Any) -> Any:
     return cute.runtime.make_fake_tensor(dtype, (rows, columns), stride=stride, assumed_align=16)
 
 
+def fake_vector(dtype: Any, size: Any) -> Any:
+    """Elements side by side, aligned as elements are."""
+    return cute.runtime.make_fake_tensor(dtype, (size,), stride=(1,), assumed_align=dtype.width // 8)
+
+
 def fake_stream() -> Any:
     """PyTorch's current stream on the tensors' device, found at each launch."""
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -104,7 +104,9 @@ def _fused_wins(problem: Problem, tokens: int) -> bool:
     """Whether this was measured, and won. What was not measured declines."""
     widths, kind = (problem.hidden, problem.inner), (problem.dtype, problem.activation)
     fewest = _FUSED_WINS.get(widths)
-    if kind in _ALSO_WINS and widths in _ALSO_AT:
+    if problem.bias:
+        fewest = None
+    elif kind in _ALSO_WINS and widths in _ALSO_AT:
         fewest = 16384 if problem.hidden == 1024 else 8192
     elif kind != (torch.bfloat16, "silu"):
         fewest = None
@@ -123,7 +125,7 @@ and compile_fusepatch_hopper. At (8192, 5120, 17408) it won by less than it vari
 
 
 def _fewest_compiled(problem: Problem) -> int | None:
-    if (problem.dtype, problem.activation) != (torch.bfloat16, "silu"):
+    if problem.bias or (problem.dtype, problem.activation) != (torch.bfloat16, "silu"):
         return None
     return _FUSED_WINS_COMPILED.get((problem.hidden, problem.inner))
 
@@ -191,7 +193,7 @@ BACKENDS: tuple[Backend, ...] = (
         module="fusepatch.kernels.gated_mlp.hopper",
         routes=frozenset({Route.FUSED}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        fused_bias=False,
+        fused_bias=True,
         packages=("cutlass", "tvm_ffi"),
         capabilities=frozenset({(9, 0)}),
         width_multiple=8,
@@ -244,8 +246,8 @@ BACKENDS: tuple[Backend, ...] = (
         named_only=True,
         compiled=_triton_gemm_is_compiled,
     ),
-    # The op itself takes biases on every route. The fused route declines them here, though triton_gemm takes them, so
-    # that the route taken in a rehearsal on a CPU is the one that a GPU takes by itself.
+    # The op itself takes biases on every route. The fused route declines them here, though the GPU's kernels take them,
+    # so that the route taken in a rehearsal on a CPU is the one that a GPU takes by itself: no size is admitted yet.
     Backend(
         name="reference",
         module="fusepatch.kernels.gated_mlp.reference",
@@ -276,15 +278,18 @@ def _widths(problem: Problem) -> tuple[int, ...]:
 
 
 def _case(backend: Backend, problem: Problem) -> str:
-    return f"{problem.route.value} {str(problem.dtype).removeprefix('torch.')} {problem.activation}"
+    biased = " biased" if problem.bias else ""
+    return f"{problem.route.value} {str(problem.dtype).removeprefix('torch.')} {problem.activation}{biased}"
 
 
 def _samples(backend: Backend, route: Route, device: torch.device) -> list[Problem]:
     width = 1024 * backend.width_multiple
+    biases = (False, True) if backend.fused_bias and route is Route.FUSED else (False,)
     return [
-        Problem(route, device, dtype, width, width, activation, bias=False)
+        Problem(route, device, dtype, width, width, activation, bias)
         for dtype in sorted(backend.dtypes, key=str)
         for activation in backend.activations
+        for bias in biases
     ]
 
 

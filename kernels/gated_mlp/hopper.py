@@ -46,18 +46,19 @@ def dual_gemm_act(
     *,
     want_gate_up: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`h = act(x Wg^T) * (x Wu^T)`, and `[gate | up]` where a gradient needs it. Takes no biases."""
-    assert b_gate_I is None and b_up_I is None, "declined by choose.py"
+    """`h = act(x Wg^T + bg) * (x Wu^T + bu)`, and `[gate | up]` where a gradient needs it."""
+    assert (b_gate_I is None) == (b_up_I is None), "both or neither, as op.py checks"
     tokens, inner = x_MH.shape[0], w_gate_IH.shape[0]
     h_MI = torch.empty((tokens, inner), dtype=x_MH.dtype, device=x_MH.device)
     gate_up_M2I = torch.empty((tokens, 2 * inner), dtype=x_MH.dtype, device=x_MH.device) if want_gate_up else None
     if tokens:
         size = size_of(tokens, x_MH.shape[1], inner)
-        launch = _forward(x_MH.dtype, activation, want_gate_up, size)
-        clusters = _clusters(x_MH.device, size)
-        launch(tma.operand(x_MH), tma.operand(w_gate_IH), tma.operand(w_up_IH), h_MI, gate_up_M2I, clusters)
+        biased = b_gate_I is not None
+        launch = _forward(x_MH.dtype, activation, want_gate_up, size, biased)
+        operands = tma.operand(x_MH), tma.operand(w_gate_IH), tma.operand(w_up_IH)
+        launch(*operands, _vector(b_gate_I), _vector(b_up_I), h_MI, gate_up_M2I, _clusters(x_MH.device, size))
         if want_gate_up:
-            _compile_the_rest(x_MH.dtype, activation, size)
+            _compile_the_rest(x_MH.dtype, activation, size, biased)
     return h_MI, gate_up_M2I
 
 
@@ -80,15 +81,21 @@ def gemm_dact(
 def is_compiled(problem: Problem, tokens: int) -> bool:
     """Whether every kernel that a call and its gradients may launch is there, so that CUDA-graph capture may start."""
     size = size_of(tokens, problem.hidden, problem.inner)
-    return all(compiling.is_compiled(each, _ARCH) for each in configurations(problem.dtype, problem.activation, size))
+    needed = configurations(problem.dtype, problem.activation, size, biased=problem.bias)
+    return all(compiling.is_compiled(each, _ARCH) for each in needed)
+
+
+def _vector(bias_I: Tensor | None) -> Tensor | None:
+    """Elements side by side: the kernel reads them one by one, wherever they start."""
+    return None if bias_I is None else bias_I.contiguous()
 
 
 # --------------------------------------------------------------------------------------------------------- launching
 
 
 @functools.cache
-def _forward(dtype: torch.dtype, activation: str, keep_gate_up: bool, size: Size) -> Launch:
-    return _compiled(forward_configuration(dtype, activation, keep_gate_up, size))
+def _forward(dtype: torch.dtype, activation: str, keep_gate_up: bool, size: Size, biased: bool = False) -> Launch:
+    return _compiled(forward_configuration(dtype, activation, keep_gate_up, size, biased=biased))
 
 
 @functools.cache
@@ -107,13 +114,13 @@ def build(configuration: Forward | Backward, options: str) -> Any:
 
 
 @functools.cache
-def _compile_the_rest(dtype: torch.dtype, activation: str, size: Size) -> None:
+def _compile_the_rest(dtype: torch.dtype, activation: str, size: Size, biased: bool) -> None:
     """What a call with gradients did not need itself.
 
     Were it left to the first call that does, a pass without gradients and its recomputation under checkpointing could
     be told different things about capture.
     """
-    for configuration in configurations(dtype, activation, size):
+    for configuration in configurations(dtype, activation, size, biased=biased):
         _compiled(configuration)
 
 

@@ -26,6 +26,7 @@ class Forward:
     dtype: str
     activation: str
     keep_gate_up: bool
+    biased: bool
     tile: Tile
 
     def __post_init__(self) -> None:
@@ -123,7 +124,9 @@ def size_of(tokens: int, hidden: int, inner: int) -> Size:
     return Size.SHALLOW if hidden < 2048 else Size.DEEP
 
 
-def forward_configuration(dtype: torch.dtype, activation: str, keep_gate_up: bool, size: Size) -> Forward:
+def forward_configuration(
+    dtype: torch.dtype, activation: str, keep_gate_up: bool, size: Size, *, biased: bool = False
+) -> Forward:
     """The forward kernel of a call."""
     if size is Size.SMALL:
         shape = Tile(rows=64, columns=128, stages=8, cluster=1, group=8)
@@ -131,7 +134,7 @@ def forward_configuration(dtype: torch.dtype, activation: str, keep_gate_up: boo
         # 128 x (96 + 96) was the fastest of five shapes at each of three sizes on an H200, the cluster of two gave 3 to
         # 7 %; groups of 4, 8 and 16, and hints to L2, are within 2 % of each other and none is ahead everywhere.
         shape = Tile(rows=128, columns=192, stages=5, cluster=2, group=8)
-    return Forward(_name(dtype), activation, keep_gate_up, shape)
+    return Forward(_name(dtype), activation, keep_gate_up, biased, shape)
 
 
 def backward_configuration(dtype: torch.dtype, activation: str, want_h: bool, size: Size) -> Backward:
@@ -148,13 +151,13 @@ def backward_configuration(dtype: torch.dtype, activation: str, want_h: bool, si
     return Backward(_name(dtype), activation, want_h, shape, slots, h_buffers, lag, keep_operands=shallow)
 
 
-def configurations(dtype: torch.dtype, activation: str, size: Size) -> tuple[Forward | Backward, ...]:
+def configurations(
+    dtype: torch.dtype, activation: str, size: Size, *, biased: bool = False
+) -> tuple[Forward | Backward, ...]:
     """Every kernel that a call of this kind, or its gradients, may need."""
-    return tuple(
-        make(dtype, activation, flag, size)
-        for make in (forward_configuration, backward_configuration)
-        for flag in (False, True)
-    )
+    flags = (False, True)
+    forward = (forward_configuration(dtype, activation, flag, size, biased=biased) for flag in flags)
+    return *forward, *(backward_configuration(dtype, activation, flag, size) for flag in flags)
 
 
 def _name(dtype: torch.dtype) -> str:

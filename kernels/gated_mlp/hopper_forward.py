@@ -1,9 +1,9 @@
-"""`h = act(x Wg^T) * (x Wu^T)` as one kernel for Hopper (SM90), in the CuTe DSL.
+"""`h = act(x Wg^T + bg) * (x Wu^T + bu)` as one kernel for Hopper (SM90), in the CuTe DSL.
 
 Each stage of the ring holds rows of x and, as one operand B of the tensor cores, the same rows of both weights: gate
 in its first half, up in its second. The weights stay two tensors, each with a TMA map of its own; two halves of one
 packed tensor do as well. A thread's accumulators hold gate and up of the same elements, so the product needs no
-exchange. gate and up are rounded to the I/O dtype before the activation, as reference.py does.
+exchange. gate and up, with their biases, are rounded to the I/O dtype before the activation, as reference.py does.
 
 The epilogue goes through 64 rows x 32 or 64 columns at a time: registers, two buffers per warp group in shared memory,
 TMA stores. TMA clips what lies outside of a tensor, so that no tail needs a predicate.
@@ -32,7 +32,7 @@ from .hopper_configuration import FORWARD_BUFFERS, Forward
 
 
 def build(configuration: Forward, options: str) -> Any:
-    """Compiles; the result takes (x, w_gate, w_up, h, gate_up or None, clusters)."""
+    """Compiles; the result takes (x, w_gate, w_up, b_gate or None, b_up or None, h, gate_up or None, clusters)."""
     dtype = gemm.TYPES[configuration.dtype]
     tokens, hidden, inner = cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
     inner_2 = cute.sym_int(divisibility=16)
@@ -41,6 +41,7 @@ def build(configuration: Forward, options: str) -> Any:
         gemm.fake(dtype, tokens, hidden),
         gemm.fake(dtype, inner, hidden),
         gemm.fake(dtype, inner, hidden),
+        *(gemm.fake_vector(dtype, inner) if configuration.biased else None for _ in range(2)),
         gemm.fake(dtype, tokens, inner),
         gemm.fake(dtype, tokens, inner_2) if configuration.keep_gate_up else None,
         Int32(1),
@@ -88,6 +89,8 @@ class _Kernel:
         x_MH: cute.Tensor,
         w_gate_IH: cute.Tensor,
         w_up_IH: cute.Tensor,
+        b_gate_I: Any,
+        b_up_I: Any,
         h_MI: cute.Tensor,
         gate_up_M2I: Any,
         clusters: Int32,
@@ -113,6 +116,7 @@ class _Kernel:
             tuple(tensor for _, tensor in loads),
             tuple(atom for atom, _ in stores),
             tuple(tensor for _, tensor in stores),
+            (b_gate_I, b_up_I) if const_expr(self.configuration.biased) else None,
             hopper_helpers.make_trivial_tiled_mma(
                 self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (64, tile.columns)
             ),
@@ -137,6 +141,7 @@ class _Kernel:
         load_tensors: Any,
         store_atoms: Any,
         store_tensors: Any,
+        biases: Any,
         tiled_mma: cute.TiledMma,
         chunk_mma: cute.TiledMma,
         m_tiles: Int32,
@@ -175,8 +180,9 @@ class _Kernel:
         else:
             cute.arch.setmaxregister_increase(240)
             self.compute(
-                loads, store_atoms, store_tensors, tiled_mma, chunk_mma, x_stages, w_stages, result_buffers, constants,
-                warp_group - 1, thread % hopper_gemm.GROUP_THREADS, rank, first, step, m_tiles, n_tiles, k_tiles,
+                loads, store_atoms, store_tensors, biases, tiled_mma, chunk_mma, x_stages, w_stages, result_buffers,
+                constants, warp_group - 1, thread % hopper_gemm.GROUP_THREADS, rank, first, step, m_tiles, n_tiles,
+                k_tiles,
             )  # fmt: skip
 
     @cute.jit
@@ -224,6 +230,7 @@ class _Kernel:
         loads: Any,
         store_atoms: Any,
         store_tensors: Any,
+        biases: Any,
         tiled_mma: cute.TiledMma,
         chunk_mma: cute.TiledMma,
         x_stages: cute.Tensor,
@@ -269,6 +276,8 @@ class _Kernel:
             stored = 0
             for part in cutlass.range_constexpr(self.configuration.parts):
                 block, column = part // chunks, part % chunks
+                if const_expr(self.configuration.biased):
+                    self.add_biases(accumulators, biases, block, column, n, thread)
                 fragments = self.product(accumulators, block, column, constants[0], buffers)
                 for fragment, atom, (source, target) in zip(fragments, store_atoms, targets, strict=True):
                     slot = group * FORWARD_BUFFERS + (before + stored) % FORWARD_BUFFERS
@@ -280,6 +289,24 @@ class _Kernel:
             number += 2 * step
         if is_storing:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the reads
+
+    def add_biases(
+        self, accumulators: cute.Tensor, biases: Any, block: int, column: int, n: Int32, thread: Int32
+    ) -> None:
+        """To gate and up of one chunk. Of each eight columns a thread has two neighbours, in two rows.
+
+        I is a multiple of 8: eight columns lie in the tensor or beyond it together, and what lies beyond is not stored,
+        so that any bias will do there.
+        """
+        half, chunk = self.configuration.half, self.configuration.chunk
+        at = block * half + column * (chunk // 2)
+        for which, bias_I in enumerate(biases):
+            last = cute.size(bias_I) - 8
+            for eight in range(chunk // 8):
+                first = cutlass.min(n * half + column * chunk + 8 * eight, last) + thread % 4 * 2
+                for value in range(4):
+                    place = at + which * (half // 2) + 4 * eight + value
+                    accumulators[place] = accumulators[place] + Float32(bias_I[first + value % 2])
 
     def product(
         self, accumulators: cute.Tensor, block: int, column: int, minus_log2e: Float32, buffers: cute.Tensor
