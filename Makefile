@@ -27,7 +27,7 @@ help:
 	@echo
 	@echo 'Variables, as in `make test PYTHON=python3.12`:'
 	@echo '  PYTHON          Python 3.10 or newer; now $(PYTHON)'
-	@echo '  TORCH           the requirement for PyTorch: where there is no GPU, torch==2.13.0; where there is one, the'
+	@echo '  TORCH           the requirement for PyTorch, but for test-oldest: with no GPU, torch==2.13.0; with one, the'
 	@echo '                  PyTorch >= 2.11 that PYTHON has is used, and torch>=2.11 installed where it has none'
 	@echo '  TORCH_PIP_ARGS  further arguments of that `pip install`. Without a GPU, "--index-url ADDRESS" with the address'
 	@echo "                  that PyTorch's install page gives for CPU builds saves gigabytes: pip's default on Linux is a"

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +28,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     home = tmp_path / "home"
-    for name, value in {"HOME": home, "VENV": home / "venv", "STAMP": home / "whole.json", "LOG": home / "log"}.items():
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "HOMES", {"demo": home, "test": home, "oldest": home / "oldest"})
+    module.use(home)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     monkeypatch.setattr(module, "has_gpu", lambda: False)
@@ -69,6 +72,56 @@ def test_what_demo_made_is_extended_for_test(script: ModuleType, steps: list[str
     script.make("demo")
     script.make("test")
     assert len(steps) == 6
+
+
+@pytest.mark.parametrize("first", ["test", "oldest"])
+def test_the_oldest_releases_have_an_environment_of_their_own(
+    script: ModuleType, steps: list[str], monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    monkeypatch.setenv("TORCH", "torch==2.12.0")
+    monkeypatch.setenv("TORCH_PIP_ARGS", "--index-url somewhere")
+    other = "oldest" if first == "test" else "test"
+    script.make(first)
+    made_first, usual = list(steps), script.HOMES["test"]
+    script.make(other)
+    assert len(steps) == 2 * len(made_first) == 10
+    venv, torch, ours, *_ = made_first if first == "oldest" else steps[5:]
+    assert venv.endswith(str(usual / "oldest" / "venv"))
+    assert torch.endswith("torch==2.11.0 --index-url somewhere")
+    assert ours.endswith("-e .[oldest]")
+    assert all(step.startswith(str(usual / "oldest" / "venv")) for step in steps if "torch==2.11" in step)
+    assert json.loads((usual / "whole.json").read_text())["levels"] == ["demo", "test"]
+    assert json.loads((usual / "oldest" / "whole.json").read_text())["levels"] == ["oldest"]
+    for level in script.LEVELS:
+        script.make(level)
+    assert len(steps) == 10
+
+
+def test_the_oldest_torch_is_never_that_of_the_caller(
+    script: ModuleType, steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "has_gpu", lambda: True)
+    monkeypatch.setattr(script, "torch_of_caller", lambda: "2.11.0")
+    monkeypatch.setattr(script, "_ask_venv", lambda code: "13")
+    script.make("oldest")
+    assert "--system-site-packages" not in steps[0]
+    assert steps[1].endswith("torch==2.11.0")
+    assert steps[2].endswith("-e .[oldest,cuda13]")
+
+
+def test_the_oldest_releases_are_those_that_are_promised(script: ModuleType) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    promised = [*project["dependencies"], *extras["hf"], *(each for each in extras["cuda13"] if "triton" in each)]
+    pinned = {pin.name: pin.specifier for pin in map(Requirement, extras["oldest"])}
+    for requirement in map(Requirement, promised):
+        (least,) = requirement.specifier
+        assert least.operator == ">="
+        assert pinned[requirement.name] == SpecifierSet(
+            f"=={Version(least.version).major}.{Version(least.version).minor}.0"
+        )
+    assert script.TORCH_OLDEST in extras["oldest"]
 
 
 def _change_requirement(script: ModuleType) -> None:
@@ -177,9 +230,11 @@ def test_which_torch_of_the_caller_will_do(
     assert script.torch_of_caller() == version
 
 
-def _main(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def _main(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str = "demo"
+) -> str:
     """The message of a set-up that must fail."""
-    monkeypatch.setattr(sys, "argv", ["environment.py", "demo"])
+    monkeypatch.setattr(sys, "argv", ["environment.py", level])
     assert script.main() == 1
     assert not script.STAMP.exists()
     message = capsys.readouterr().err
@@ -195,6 +250,8 @@ def test_full_disk(script, steps, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(script, "has_gpu", lambda: True)
     monkeypatch.setattr(script, "torch_of_caller", lambda: None)
     assert "10 GiB are needed" in _main(script, monkeypatch, capsys)
+    monkeypatch.setattr(script, "has_gpu", lambda: False)
+    assert "12 GiB are needed" in _main(script, monkeypatch, capsys, "oldest")  # its PyTorch has CUDA anywhere
     assert not steps
 
 
@@ -267,7 +324,7 @@ def old_python(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "gpu-test"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-oldest", "lint", "gpu-test"])
 def test_old_python(old_python: Path, target: str) -> None:
     result = _make(target, f"PYTHON={old_python}")
     assert result.returncode != 0
@@ -293,28 +350,46 @@ def test_gpu_tests_without_a_gpu() -> None:
 
 def test_help_names_every_target_and_variable() -> None:
     help_text = _make().stdout
-    for name in ("demo", "test", "test-all", "gpu-test", "lint", "docs-tables", "clean"):
+    for name in ("demo", "test", "test-all", "test-oldest", "gpu-test", "lint", "docs-tables", "clean"):
         assert f"make {name}" in help_text
     for name in ("PYTHON", "TORCH", "TORCH_PIP_ARGS", "DEMO_ARGS", "PYTEST_ARGS"):
         assert f"  {name} " in help_text
 
 
-@pytest.mark.parametrize("status", [0, 2])
-def test_ci_ends_on_the_closing_line(tmp_path: Path, status: int) -> None:
-    """Of pytest, whatever make says after it; the exit status is that of make."""
-    closing = (
-        "=========== 1 failed, 2 passed in 3.00s ===========" if status else "=========== 3 passed in 3.00s ==========="
-    )
+PASSED = "echo '====== 3 passed, 1 skipped, 2 xfailed in 3.00s ======'"
+FAILED = "echo '=== 2 failed, 5 passed, 4 errors in 300.00s (0:05:00) ==='; echo 'make: *** Error 2' >&2; exit 2"
+NO_LINT = "echo 'Found 1 error.'; exit 2"
+
+
+@pytest.mark.parametrize(
+    ("test", "oldest", "status", "closing"),
+    [
+        (PASSED, PASSED, 0, "6 passed, 0 failed, 2 skipped"),
+        (FAILED, PASSED, 2, "8 passed, 6 failed, 1 skipped"),
+        (PASSED, FAILED, 2, "8 passed, 6 failed, 1 skipped"),
+        (FAILED, FAILED, 2, "10 passed, 12 failed, 0 skipped"),
+        (NO_LINT, PASSED, 2, "3 passed, 1 failed, 1 skipped"),
+        (NO_LINT, NO_LINT, 2, "0 passed, 1 failed, 0 skipped"),
+        (
+            f"echo '== 9 failed in 1.00s =='; {PASSED}",
+            PASSED,
+            0,
+            "6 passed, 0 failed, 2 skipped",
+        ),  # a test's own output
+    ],
+)
+def test_ci_ends_on_the_sum_of_both_runs(tmp_path: Path, test: str, oldest: str, status: int, closing: str) -> None:
+    """Whatever make says after pytest; both run, though the first failed."""
     fake = tmp_path / "make"
-    after = "echo 'make: *** [Makefile:1: test] Error 1' >&2\n" if status else ""
-    fake.write_text(f"#!/bin/sh\necho '{closing}'\n{after}exit {status}\n")
+    fake.write_text(f'#!/bin/sh\necho "made $*"\ncase "$*" in\n*test-oldest) {oldest};;\n*test) {test};;\nesac\n')
     fake.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     command = ["bash", str(ROOT / ".ci" / "run")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert result.returncode == status
-    assert result.stdout.splitlines()[-1] == closing
-    assert result.stdout.count(closing) == (2 if status else 1)
+    lines = result.stdout.splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith("made")] == ["test", "test-oldest"]
+    assert lines[-1] == closing
 
 
 def test_stamp_is_readable(script: ModuleType, steps: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from .. import catalogue, entry, ledger, settings
 from ..catalogue import Target
 from ..decline import DeclinedError, Route
 from ..explanation import Explanation, explain
-from . import arms, bound, in_place, watching
+from . import arms, bound, in_place, routing, watching
 from .arms import Batch, Build, Call, Counts, Loss, Options, Result, Source
 from .bound import TensorError, TensorName
 from .in_place import Judged
@@ -44,10 +44,11 @@ def parity(
     is what the model is called with: a dictionary for `model(**batch)`, or a tuple. The backward pass starts at
     `loss(outputs)`, else at the output `loss`, else at a random gradient of every output.
 
-    The arms have the same weights, data and random numbers: an fp32 reference, unpatched (widened weights, no TF32);
-    unpatched; patched, as by `accelerate(ops, model=...)`. Two things must be as near to fp32 as the unpatched
-    library's: what each patched module gave in the patched arm, tensor by tensor; and what came out of the whole
-    model (each output, each parameter's gradient and that of `inputs_embeds`), taken together: `bound.py` says why.
+    The arms have the same weights, data, random numbers and routing (what `topk` chooses in the reference): an fp32
+    reference, unpatched (widened weights, no TF32); unpatched; patched, as by `accelerate(ops, model=...)`. Two things
+    must be as near to fp32 as the unpatched library's: what each patched module gave in the patched arm, tensor by
+    tensor; and what came out of the whole model (each output, each parameter's gradient and that of `inputs_embeds`),
+    taken together: `bound.py` says why.
     `native_calls` is how many calls must have run natively; None asks for each call that `explain()` promises.
     `gradients=False` leaves the backward pass out. `poison` fills memory that nobody has written with NaN.
 
@@ -109,6 +110,7 @@ class _Found:
     sizes: dict[TensorName, int] = field(default_factory=dict)
     off_unpatched: dict[TensorName, float] = field(default_factory=dict)
     off_patched: dict[TensorName, float] = field(default_factory=dict)
+    choices: routing.Choices = field(default_factory=routing.Choices)
     calls: list[Call] = field(default_factory=list)
     """Of the modules that ops of ours could serve, in the unpatched arm."""
     in_place: Judged = field(default_factory=Judged)
@@ -138,7 +140,7 @@ def _run_reference(source: Source, options: Options, found: _Found) -> None:
     dtype = arms.reference_dtype(model)
     found.reference_dtype = str(dtype).removeprefix("torch.")
     arms.widen(model)
-    with exact_arithmetic(model) as notes:
+    with exact_arithmetic(model) as notes, routing.recorded(found.choices):
         found.notes += notes
         result = arms.run(model, options, _ALL_OPS, dtype)
     # On the CPU until the last arm has been compared with it.
@@ -155,7 +157,8 @@ def _run_reference(source: Source, options: Options, found: _Found) -> None:
 def _run_unpatched(source: Source, options: Options, found: _Found) -> None:
     model = source.make()
     found.calls = arms.watch_calls(model, _served(model, _ALL_OPS))
-    result = arms.run(model, options, _ALL_OPS)
+    with _routed(found, "unpatched"):
+        result = arms.run(model, options, _ALL_OPS)
     found.off_unpatched = _compare(result, found)
     found.unpatched = _without_tensors(result)
     broken = [name for name, error in found.off_unpatched.items() if not math.isfinite(error)]
@@ -182,13 +185,22 @@ def _run_patched(
         if not was_on:
             ledger.watch_first_step(None)  # no summary of a first step: it is ours, not the program's
         _expect(model, names, found)
-        with watching.watch(model, _served(model, names)) as seen:
+        with watching.watch(model, _served(model, names)) as seen, _routed(found, "patched"):
             result = arms.run(model, options, names)
     found.off_patched = _compare(result, found)
     found.patched = _without_tensors(result)
     if result.error is None and result.counts.native:
         found.in_place = in_place.judge(model, seen, names)
         found.notes += found.in_place.notes
+
+
+@contextlib.contextmanager
+def _routed(found: _Found, arm: str) -> Iterator[None]:
+    with routing.replayed(found.choices):
+        yield
+    note = found.choices.note(arm)
+    if note is not None:
+        found.notes.append(note)
 
 
 def _served(model: nn.Module, names: tuple[str, ...]) -> list[str]:
