@@ -134,6 +134,59 @@ def test_training_step_is_captured_and_replayed_after_warmup() -> None:
     assert_a_step_is_captured_and_replayed_after_warmup(_admitted_mlp(), 16384, "fused")
 
 
+def test_a_whole_training_step_in_a_graph() -> None:
+    """Model, loss, backward pass and optimiser, replayed on other tokens: bit for bit what eager steps give."""
+    made = tiny_llama(
+        torch.bfloat16,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=8,
+        initializer_range=0.03,
+        attn_implementation="eager",
+    ).cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    batches = [torch.randint(0, 128, (32, 512), device="cuda", generator=generator) for _ in range(4)]
+    start = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+
+    def step(model: torch.nn.Module, optimiser: torch.optim.Optimizer, ids: Tensor) -> Tensor:
+        optimiser.zero_grad(set_to_none=False)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimiser.step()
+        return loss.detach()
+
+    def trained(in_a_graph: bool) -> list[Tensor]:
+        made.load_state_dict(start)
+        made.zero_grad(set_to_none=True)
+        optimiser = torch.optim.SGD(made.parameters(), lr=0.05, momentum=0.9)
+        ids = batches[0].clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            losses = [step(made, optimiser, ids)]  # makes the gradients and the state of the optimiser
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        if in_a_graph:
+            with torch.cuda.graph(graph):
+                loss = step(made, optimiser, ids)
+        for batch in batches[1:]:
+            ids.copy_(batch)
+            if in_a_graph:
+                graph.replay()
+                losses.append(loss.clone())
+            else:
+                losses.append(step(made, optimiser, ids))
+        return [*losses, *(parameter.detach().clone() for parameter in made.parameters())]
+
+    with fusepatch.accelerated("gated_mlp", strict=True):
+        assert fusepatch.warmup(made, 16384).native == 2
+        eager = trained(in_a_graph=False)
+        replayed = trained(in_a_graph=True)
+        (target,) = (each for each in fusepatch.status().targets if each.total("captured"))
+        assert target.total("captured") == {"fused": 2}
+    assert all(torch.equal(one, other) for one, other in zip(eager, replayed, strict=True))
+
+
 def test_a_direct_call_of_the_op_gets_it_at_any_size() -> None:
     given = data(8, 72, 136)
     plain = run(HOPPER, given)["out"]
