@@ -179,7 +179,7 @@ def test_a_whole_training_step_in_a_graph() -> None:
         return [*losses, *(parameter.detach().clone() for parameter in made.parameters())]
 
     with fusepatch.accelerated("gated_mlp", strict=True):
-        assert fusepatch.warmup(made, 16384).native == 2
+        assert fusepatch.warmup(made, 16384).native == 1  # both layers are of one kind
         eager = trained(in_a_graph=False)
         replayed = trained(in_a_graph=True)
         (target,) = (each for each in fusepatch.status().targets if each.total("captured"))
