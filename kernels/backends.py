@@ -72,6 +72,8 @@ class Backend:
     """The module that checks the kernels on a kind of GPU before they first serve there."""
     drift: Callable[[], tuple[str, ...]] = field(default=lambda: ())
     """Where an installed package is not what the backend was written against, in words. Imports nothing of it."""
+    note: str = ""
+    """What `status()` says where it serves."""
     warmed_only: bool = False
     """Serves only the numbers of tokens that `warmup()` ran, named or not: for a new one it stops the device for long,
     and keeps what it made for good."""

@@ -28,7 +28,7 @@ from ..kernels.linear_attention import arguments, dispatch
 from ..kernels.linear_attention.arguments import Misfit, Request
 from ..kernels.linear_attention.gated_delta_rule import choose as gated_delta_rule
 from ..kernels.linear_attention.kda import choose as kda
-from ..ledger import Record, count, count_error
+from ..ledger import Record, count, count_error, note
 from ..patch import BACKEND_NAME, Slot, Switch
 
 
@@ -239,7 +239,7 @@ def _make_backend(base: type[Any], function: _Function, public: Any, switch: Swi
             request, backend, output_final_state = made
             typed = dispatch.not_supported(backend)
             if not typed:
-                count(record, FUSED, _who(kwargs, record))
+                _count_served(record, backend, kwargs)
                 return dispatch.run_by(backend, request, output_final_state)
             try:
                 found = dispatch.run_by(backend, request, output_final_state)
@@ -247,7 +247,7 @@ def _make_backend(base: type[Any], function: _Function, public: Any, switch: Swi
                 _raise_if_strict(Reason.NO_KERNEL, switch, record)
                 count(record, original(Reason.NO_KERNEL), _who(kwargs, record))
                 return _own_code(public)(*args, **kwargs)
-            count(record, FUSED, _who(kwargs, record))
+            _count_served(record, backend, kwargs)
             return found
         except DeclinedError:
             raise
@@ -263,6 +263,12 @@ def _make_backend(base: type[Any], function: _Function, public: Any, switch: Swi
 def _own_code(public: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The library's function below the one that asks the registry."""
     return cast("Callable[..., tuple[Tensor, Tensor | None]]", inspect.unwrap(public))
+
+
+def _count_served(record: Record, backend: Backend, kwargs: Mapping[str, Any]) -> None:
+    count(record, FUSED, _who(kwargs, record))
+    if backend.note:
+        note(record, backend.note)
 
 
 def _who(kwargs: Mapping[str, Any], record: Record) -> object:

@@ -54,8 +54,6 @@ class Backend(backends.Backend):
     fewest_compiled: Callable[[Problem], int | None] = field(default=lambda problem: None)
     """The fewest tokens at which it was measured to win inside `torch.compile` against the library's code there; None
     where it was not. Not asked where the user named the backend."""
-    note: str = ""
-    """What `status()` says where it serves."""
     max_elements: int | None = None
     """The most elements of one tensor that the kernel can index; None for 64-bit indexing."""
 
