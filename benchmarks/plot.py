@@ -100,7 +100,7 @@ def _panel(axes: Any, name: str, found: list[Bar], base: str) -> None:
 
 
 def _colour(arm: str, base: str) -> str:
-    if arm.startswith("fusepatch"):
+    if "fusepatch" in arm:
         return "tab:green"
     return "0.55" if arm in (base, "eager", "gemm_floor") else "tab:blue"
 
