@@ -45,11 +45,9 @@ test: lint upstream-sources
 test-all: lint upstream-sources
 	@$(PYTEST) -m "not gpu" --timeout 1200 $(PYTEST_ARGS)
 
-# Left out, as slow as they are: what starts Python programs or pytest, whatever library these use.
 test-oldest: BIN = .env-fusepatch/oldest/venv/bin
 test-oldest: env-oldest
-	@$(PYTEST) -m "not slow and not gpu" --override-ini "testpaths=compat_tests/unit compat_tests/numerics" \
-		--ignore compat_tests/unit/test_run.py --ignore compat_tests/unit/test_pytest_plugin.py $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow and not gpu" --override-ini "testpaths=compat_tests/unit compat_tests/numerics" $(PYTEST_ARGS)
 
 gpu-test: python
 	@$(PYTHON) -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu-test: no CUDA device that PyTorch can use")'

@@ -96,7 +96,7 @@ class Reason(Enum):
     OPTION = (
         "option",
         "the call asks for what the kernel does not do (a chunk size, another scale, negative eigenvalues, "
-        "intermediate states, padded graphs, context parallelism)",
+        "intermediate states, padded graphs, context parallelism; a token mask, no residual)",
         "leave the option out where nothing depends on it",
     )
     HEAD_SIZE = (
@@ -274,7 +274,7 @@ class Reason(Enum):
     )
     SIZE_NOT_ADMITTED = (
         "size-not-admitted",
-        "the kernel has not been measured to win at this size, or it was not warmed up for it",
+        "the kernel is not made for this size, has not been measured to win at it, or was not warmed up for it",
         "nothing to do: the route that ran is the faster one as far as is known; the backend `cudnn` wants "
         "`warmup(model, token_counts)`",
     )

@@ -41,7 +41,7 @@ OPS: dict[str, OpOptions] = {
     op.name: op
     for op in (
         OpOptions("gated_mlp", backends=("triton", "hopper", "cudnn", "triton_gemm", "reference")),
-        OpOptions("engram_gate", backends=("triton", "reference"), default=False),
+        OpOptions("engram_gate", backends=("triton", "cudnn_engram", "reference"), default=False),
         OpOptions(
             "kda",
             backends=("cudnn_hopper", "cudnn_frost", "reference"),

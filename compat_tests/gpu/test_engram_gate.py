@@ -369,6 +369,15 @@ def test_selfcheck_passes() -> None:
     assert verdict.outcome is selfcheck.Outcome.PASSED, verdict.what
 
 
+def test_selfcheck_of_cudnns_kernels_passes() -> None:
+    if torch.cuda.get_device_capability() != (10, 0):
+        pytest.skip("cudnn.engram runs on SM100 alone")
+    pytest.importorskip("cudnn")
+    check = selfcheck.Check("fusepatch.kernels.engram_gate.check", "cudnn_engram bfloat16")
+    verdict = selfcheck.verdict(check, CUDA)
+    assert verdict.outcome is selfcheck.Outcome.PASSED, verdict.what
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_small_qwen4_exp_is_within_parity(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     qwen4_exp = pytest.importorskip("qwen4_exp")

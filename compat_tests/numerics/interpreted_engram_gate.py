@@ -372,6 +372,46 @@ def test_the_selfcheck_finds_faults(fault: str, tmp_path: Path, monkeypatch: pyt
     assert any(what in difference for difference in found)
 
 
+# ------------------------------------------------------------------------------------- what cudnn_engram.py relies on
+
+
+def test_cudnns_triton_kernels_mean_what_the_definition_says() -> None:
+    """Of its backward pass the coefficients and the last sum; what lies between them is CuTe's, and only read here."""
+    kernels = pytest.importorskip("cudnn.engram._reductions")
+    tokens, streams, width = 3, 4, 5120
+    x, kv, weight = inputs(tokens, streams, width)
+    key, value = kv[:, : streams * width].view(x.shape), kv[:, streams * width :]
+    with torch.no_grad():
+        key[1, 2] = 0  # below the clamp, which passes no gradient
+    saved, grad_out = torch.empty(tokens, streams, 4), torch.randn_like(x)
+    reference.engram_forward(
+        x, key, value, weight, None, 1e-6, True, "copysign", out_MSD=torch.empty_like(x), saved_MS4=saved
+    )
+    exact = {"x": x, "key": key, "value": value, "weight": weight}
+    exact = {name: torch.empty_like(t, dtype=torch.float64) for name, t in exact.items()}
+    wide = [t.double() for t in (grad_out, x, key, value, weight, saved)]
+    names = ("grad_x_MSD", "grad_key_MSD", "grad_value_MD", "grad_weight_SD")
+    reference.engram_backward(*wide, True, False, **dict(zip(names, exact.values(), strict=True)))
+
+    coefficients = torch.full((tokens, streams, 4), math.nan)
+    kernels.cudnn_engram_gate_saved_moments[(tokens * streams,)](
+        value.contiguous(), grad_out, saved, coefficients, width, width, 8192
+    )
+    gate, of_product, of_x, of_key = coefficients.unsqueeze(-2).unbind(-1)
+    partial, grad_weight = of_product * x * key, torch.full((streams, width), math.nan)
+    kernels.cudnn_engram_gate_weight_reduce[(streams * width // 128,)](partial, grad_weight, tokens, width, 4, 128)
+    found = {
+        "x": grad_out + of_product * weight * key - of_x * x,
+        "key": of_product * weight * x - of_key * key,
+        "value": (gate * grad_out).sum(1),
+        "weight": grad_weight,
+    }
+    cancelled = 2**-24 / float(1 - gate.max())  # of 1 - gate, in fp32
+    assert cancelled < 1e-3
+    for name, expected in exact.items():
+        assert relative_error(found[name], expected) < cancelled, name
+
+
 # ------------------------------------------------------------------------------------------ the benchmark's own control
 
 

@@ -28,7 +28,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     home = tmp_path / "home"
-    monkeypatch.setattr(module, "HOMES", {"demo": home, "test": home, "oldest": home / "oldest"})
+    homes = {level: home / folder.relative_to(module.HOME) for level, folder in module.HOMES.items()}
+    monkeypatch.setattr(module, "HOMES", homes)
     module.use(home)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
@@ -370,12 +371,16 @@ NO_LINT = "echo 'Found 1 error.'; exit 2"
         (FAILED, FAILED, 2, "10 passed, 12 failed, 0 skipped"),
         (NO_LINT, PASSED, 2, "3 passed, 1 failed, 1 skipped"),
         (NO_LINT, NO_LINT, 2, "0 passed, 1 failed, 0 skipped"),
-        (
-            f"echo '== 9 failed in 1.00s =='; {PASSED}",
-            PASSED,
-            0,
-            "6 passed, 0 failed, 2 skipped",
-        ),  # a test's own output
+        (f"echo '== 9 failed in 1.00s =='; {PASSED}", PASSED, 0, "6 passed, 0 failed, 2 skipped"),
+    ],
+    ids=[
+        "both pass",
+        "first fails",
+        "second fails",
+        "both fail",
+        "no lint",
+        "neither gets to pytest",
+        "pytest in a test",
     ],
 )
 def test_ci_ends_on_the_sum_of_both_runs(tmp_path: Path, test: str, oldest: str, status: int, closing: str) -> None:

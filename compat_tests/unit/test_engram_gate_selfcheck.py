@@ -58,8 +58,8 @@ def faulty_check(folder: Path, old: str, new: str) -> str:
 
 FAULTS = {  # more of them are tried in numerics/interpreted_engram_gate.py
     "a mask that zeroes": (
-        "tl.where(on[:, None], out_head, x_head)",
-        "tl.where(on[:, None], out_head, 0.0)",
+        "out_head += x_head",
+        "out_head += tl.where(on[:, None], x_head, 0.0) if MASKED else x_head",
         "a masked token",
     ),
     "an exception": (

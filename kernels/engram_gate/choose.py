@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from ...decline import Reason, Route
 from ...selfcheck import Standing
 from .. import backends
-from ..backends import Backend
+from . import cudnn_engram
 
 OP = "engram_gate"
 WIDTH_MULTIPLE = 8
@@ -37,6 +39,18 @@ class Problem(NamedTuple):
         return Route.POINTWISE
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Backend(backends.Backend):
+    """Besides what every backend says of itself."""
+
+    why_not: Callable[[Problem], Reason | None] = field(default=lambda problem: None)
+    """What else of a problem it can't serve. May import the backend's packages."""
+    takes: Callable[[int], bool] = field(default=lambda tokens: True)
+    """Whether it can serve so many tokens."""
+    prepared: bool = True
+    """Whether it serves prepared plans (plan.py), whose memory is the caller's."""
+
+
 def _not_measured(problem: Problem, tokens: int) -> bool:
     """No size is admitted: the kernels have run on no GPU yet, so none was measured to win."""
     return False
@@ -57,6 +71,24 @@ BACKENDS: tuple[Backend, ...] = (
         packages=("triton",),
         admits=_not_measured,
         compiled=_is_compiled,
+        check="fusepatch.kernels.engram_gate.check",
+    ),
+    Backend(
+        name="cudnn_engram",
+        module="fusepatch.kernels.engram_gate.cudnn_engram",
+        dtypes=frozenset({torch.bfloat16}),
+        routes=frozenset({Route.POINTWISE}),
+        width_multiple=WIDTH_MULTIPLE,
+        packages=("cudnn", "cutlass", "cuda", "triton"),
+        drift=cudnn_engram.drift,
+        why_not=cudnn_engram.why_not,
+        takes=cudnn_engram.takes,
+        prepared=False,
+        capabilities=frozenset({(10, 0)}),
+        admits=_not_measured,
+        # Through this package it has run on no GPU yet.
+        named_only=True,
+        compiled=lambda problem, tokens: False,  # plans depend on eps, which a problem does not have
         check="fusepatch.kernels.engram_gate.check",
     ),
     Backend(
@@ -87,7 +119,7 @@ def _samples(backend: Backend, route: Route, device: torch.device) -> list[Probl
 _TABLE: backends.Table[Problem, Backend] = backends.Table(
     OP,
     lambda: BACKENDS,
-    unfit=lambda backend, problem: None,
+    unfit=lambda backend, problem: backend.why_not(problem),
     widths=lambda problem: (problem.width,),
     case=_case,
     samples=_samples,
@@ -96,7 +128,8 @@ _TABLE: backends.Table[Problem, Backend] = backends.Table(
 
 def choose(problem: Problem, tokens: int, *, any_size: bool = False) -> Backend | Reason:
     """The backend that serves `problem` for this many tokens, or why there is none: backends.choose."""
-    return backends.choose(_TABLE, problem, tokens, (), any_size)
+    found = backends.choose(_TABLE, problem, tokens, (), any_size)
+    return found if isinstance(found, Reason) or found.takes(tokens) else Reason.SIZE_NOT_ADMITTED
 
 
 def for_op(problem: Problem, tokens: int) -> Backend:

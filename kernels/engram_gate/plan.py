@@ -84,7 +84,7 @@ class EngramGatePlan:
         """
         if self._compiled:
             return
-        backend: backends.Backend | Reason = choose.REFERENCE
+        backend: choose.Backend | Reason = choose.REFERENCE
         if self._device.type == "cuda":
             problem = choose.Problem(
                 self._device, self.dtype, self.weight_dtype, self.streams, self.width, self.residual, self.zero_dot,
@@ -93,6 +93,8 @@ class EngramGatePlan:
             backend = choose.choose(problem, self.tokens, any_size=True)
         if isinstance(backend, Reason):
             raise RuntimeError(f"no kernel serves this plan, because {backend.value}: {backend.meaning}")
+        if not backend.prepared:
+            raise RuntimeError(f"the backend {backend.name} allocates, so it serves no plan: name another, or none")
         kernels = backends.load(backend)
         if backend.native:
             kernels.compile_for(

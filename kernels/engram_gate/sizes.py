@@ -16,15 +16,21 @@ SHARED_BYTES = 227 * 1024
 """What one program may use on SM90 and SM100. Other GPUs have less: shape_of() takes the GPU's own number."""
 _SHARED_SPARE = 4096
 """For reductions across warps, and for what the driver reserves."""
-_MOST_ELEMENTS = 20
-"""Of a row, in each thread: with more, the four sums of the weight's gradient do not fit into registers."""
+_FORWARD_ELEMENTS, _BACKWARD_ELEMENTS = 40, 20
+"""Of a row, at most, in each thread. Forward: few warps wait little for each other, and were fastest, see below.
+Backward: with more, the four sums of the weight's gradient do not fit into registers."""
 _MOST_WARPS = 16
-_TOGETHER, _TOGETHER_WARPS = 2, 8
-"""Where so many warps share a row of two-byte elements, their registers hold so many rows."""
+_WARPS_OF_A_MULTIPROCESSOR = 8
+"""Of all its programs: each thread may then have as many registers as there are for one."""
+_MOST_FORWARD_STEPS, _MOST_BACKWARD_STEPS = 2, 3
+"""That one program holds in shared memory.
+
+These two and `_FORWARD_ELEMENTS` are what was fastest at 4 streams of 5120 in bf16 on NVIDIA H200, Triton 3.6:
+`python -m benchmarks engram_gate --scopes gate --modes forward,backward --tokens 4096 --arms fusepatch_plan,variants`.
+"""
 _HELD_STREAMS, _HELD_WARPS = 4, 8
 """Up to this many streams, and warps, a program holds its sums of the weight's gradient in registers: more warps leave
 each thread fewer of them."""
-_WARPS_OF_A_MULTIPROCESSOR = 8
 _REGISTERS, _MOST_REGISTERS = 65536, 255
 """Of a multiprocessor, and of a thread."""
 
@@ -47,6 +53,13 @@ class Shape(NamedTuple):
     backward_programs: int
     held: bool
     """Whether sums of the weight's gradient stay in registers, and not in memory."""
+    forward_one_stream: bool = False
+    """Whether a program has one stream of its tokens, and keeps its weights; else it has all, and keeps their value."""
+    backward_copies_weight: bool = True
+    """Whether weights are copied ahead like the rest; else they are read into registers, through the L1 cache."""
+    sum_rows: int = 16
+    """How many programs' sums of the weight's gradient are added up at a time, and of how many columns."""
+    sum_columns: int = 128
 
     @property
     def forward_registers(self) -> int:
@@ -63,24 +76,28 @@ def shape_of(
     The forward pass reads one row of weights, or two where query and key are rounded apart.
     """
     head, tail = cut(width)
-    warps = warps_of(width)
-    held = streams <= _HELD_STREAMS and warps <= _HELD_WARPS
+    row = head + tail
     # A step of the forward pass copies x, key, value and weight; one of the backward pass the incoming gradient too.
-    together = _TOGETHER if (warps, item, weights) == (_TOGETHER_WARPS, 2, 1) else 1
-    forward_step = (3 * together * item + weights * weight_item) * (head + tail)
-    backward_step = (4 * item + weight_item) * (head + tail)
+    forward_step, backward_step = (3 * item + weights * weight_item) * row, (4 * item + weight_item) * row
+    forward_warps, warps = _warps(width, _FORWARD_ELEMENTS), _warps(width, _BACKWARD_ELEMENTS)
+    forward_programs = max(1, _WARPS_OF_A_MULTIPROCESSOR // forward_warps)
+    forward_room = shared_bytes // forward_programs - _SHARED_SPARE
+    forward_stages = 1 + min(_MOST_FORWARD_STEPS, forward_room // forward_step)
+    held = streams <= _HELD_STREAMS and warps <= _HELD_WARPS
     programs = programs_per_multiprocessor(width)
-    room = shared_bytes // programs - _SHARED_SPARE
-    forward_stages = _stages(room // 2, forward_step)
+    # Triton holds one step more of what is read inside conditions alone: of x and key in fp32, where the weight's
+    # gradient is not wanted. There is room for both in every variant, as which rows are held is up to the compiler.
+    backward_room = shared_bytes // programs - _SHARED_SPARE - 2 * item * row
+    backward_stages = 1 + min(_MOST_BACKWARD_STEPS, max(0, backward_room) // backward_step)
     return Shape(
         head,
         tail,
-        forward_together=together,
-        forward_warps=warps,
+        forward_together=1,
+        forward_warps=forward_warps,
         forward_stages=forward_stages,
-        forward_programs=2 * programs if forward_stages > 1 else 0,
+        forward_programs=forward_programs if forward_stages > 1 else 0,
         backward_warps=warps,
-        backward_stages=_stages(room, backward_step) if held else 1,
+        backward_stages=backward_stages if held else 1,
         backward_programs=programs,
         held=held,
     )
@@ -93,19 +110,14 @@ def cut(width: int) -> tuple[int, int]:
     return head, 1 << (rest - 1).bit_length() if rest else 1  # one column that does not exist
 
 
-def warps_of(width: int) -> int:
-    """The fewest warps, a power of two, that leave each thread few enough elements."""
-    warps = 1
-    while warps < _MOST_WARPS and sum(cut(width)) > _MOST_ELEMENTS * 32 * warps:
-        warps *= 2
-    return warps
-
-
 def programs_per_multiprocessor(width: int) -> int:
     """How many programs of the backward pass share a multiprocessor: one of eight warps, or more that are smaller."""
-    return max(1, _WARPS_OF_A_MULTIPROCESSOR // warps_of(width))
+    return max(1, _WARPS_OF_A_MULTIPROCESSOR // _warps(width, _BACKWARD_ELEMENTS))
 
 
-def _stages(room: int, step: int) -> int:
-    """One more than the steps that are held in shared memory, of which two suffice."""
-    return 1 + min(2, max(0, room) // step)
+def _warps(width: int, elements: int) -> int:
+    """The fewest warps, a power of two, that leave each thread so many elements of a row or fewer."""
+    warps = 1
+    while warps < _MOST_WARPS and sum(cut(width)) > elements * 32 * warps:
+        warps *= 2
+    return warps

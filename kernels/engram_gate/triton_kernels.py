@@ -37,7 +37,6 @@ from fusepatch.kernels.engram_gate.sizes import (
 )
 
 ROW_UNIT = 8
-_SUM_COLUMNS, _SUM_ROWS = 128, 16
 
 _SMALLEST_DOT = tl.constexpr(1e-6)  # reference.SMALLEST_DOT; a kernel reads no other kind of global
 _UNIT = tl.constexpr(ROW_UNIT)
@@ -120,34 +119,50 @@ def _forward_kernel(
     tokens, x_row, key_row, value_row, out_row, eps,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
     RESIDUAL: tl.constexpr, COPYSIGN: tl.constexpr, ROUNDED: tl.constexpr, TOGETHER: tl.constexpr,
-    STAGES: tl.constexpr,
+    ONE_STREAM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One step is one stream of TOGETHER tokens, which share its weights: those come from the L2 cache each time."""
+    """One step is one stream of TOGETHER tokens, which share its weights: those come from the L2 cache each time.
+
+    With ONE_STREAM a program has one stream of its tokens, and keeps the weights: what comes from the L2 cache is the
+    value, for every stream but the first to read it.
+    """
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    steps_of_a_token: tl.constexpr = 1 if ONE_STREAM else STREAMS
+    own_stream = (program % STREAMS).to(tl.int32)
+    if ONE_STREAM:
+        program, programs = program // STREAMS, programs // STREAMS
     first, last = program * tokens // programs, (program + 1) * tokens // programs
     END: tl.constexpr = HEAD + TAIL
     head, tail = tl.arange(0, HEAD)[None, :], HEAD + tl.arange(0, TAIL)[None, :]
-    value_head, value_tail = tl.zeros([TOGETHER, HEAD], tl.float32), tl.zeros([TOGETHER, TAIL], tl.float32)
     io: tl.constexpr = x_ptr.dtype.element_ty
-    steps = ((last - first + TOGETHER - 1) // TOGETHER * STREAMS).to(tl.int32)
+    if ONE_STREAM:
+        weight_at = weight_ptr + own_stream * WIDTH
+        weight_head, weight_tail = _load(weight_at, head, HEAD, WIDTH), _load(weight_at, tail, END, WIDTH)
+    else:
+        value_head, value_tail = tl.zeros([TOGETHER, HEAD], tl.float32), tl.zeros([TOGETHER, TAIL], tl.float32)
+    steps = ((last - first + TOGETHER - 1) // TOGETHER * steps_of_a_token).to(tl.int32)
     for step in tl.range(0, steps, num_stages=STAGES):
-        token, stream = first + step // STREAMS * TOGETHER + tl.arange(0, TOGETHER), step % STREAMS
+        token = first + step // steps_of_a_token * TOGETHER + tl.arange(0, TOGETHER)
+        stream = own_stream if ONE_STREAM else step % STREAMS
         column = stream * WIDTH
         exists = token < last
         here, at = exists[:, None], token[:, None]
         x_at, key_at = _row(x_ptr, at, x_row) + column, _row(key_ptr, at, key_row) + column
         x_head, x_tail = _load_if(here, x_at, head, HEAD, WIDTH), _load_if(here, x_at, tail, END, WIDTH)
         key_head, key_tail = _load_if(here, key_at, head, HEAD, WIDTH), _load_if(here, key_at, tail, END, WIDTH)
-        weight_at = weight_ptr + column
-        weight_head, weight_tail = _load(weight_at, head, HEAD, WIDTH), _load(weight_at, tail, END, WIDTH)
-        # The value is read with a token's first stream, and kept.
-        value_at, is_first = _row(value_ptr, at, value_row), stream == 0
+        # The value is read with a token's first step, and kept for the others.
+        value_at, is_first = _row(value_ptr, at, value_row), ONE_STREAM | (stream == 0)
         read_head = _load_if(here & is_first, value_at, head, HEAD, WIDTH)
         read_tail = _load_if(here & is_first, value_at, tail, END, WIDTH)
-        if MASKED:  # whatever lies there
+        if ONE_STREAM:
+            value_head, value_tail = read_head, read_tail
+        else:
+            weight_at = weight_ptr + column
+            weight_head, weight_tail = _load(weight_at, head, HEAD, WIDTH), _load(weight_at, tail, END, WIDTH)
+            value_head = tl.where(is_first, read_head, value_head)
+            value_tail = tl.where(is_first, read_tail, value_tail)
+        if MASKED:
             on = tl.load(mask_ptr + token, mask=exists, other=0) != 0
-            read_head, read_tail = tl.where(on[:, None], read_head, 0.0), tl.where(on[:, None], read_tail, 0.0)
-        value_head, value_tail = tl.where(is_first, read_head, value_head), tl.where(is_first, read_tail, value_tail)
 
         square_x, square_key, product = _sums(x_head * x_head, key_head * key_head, x_head * weight_head * key_head)
         square_x_tail, square_key_tail, product_tail = _sums(
@@ -170,14 +185,16 @@ def _forward_kernel(
             dot = (product + product_tail) * rstd_x * rstd_key * (WIDTH**-0.5)
         gate = 1.0 / (1.0 + tl.exp(-_sign(dot, COPYSIGN) * _root(dot)))
         if MASKED:
-            gate, dot = tl.where(on, gate, 0.0), tl.where(on, dot, 0.0)
+            # The value may be anything. x + -0 is x bit for bit, as x + 0 is not where x is -0; of its bits, as Triton
+            # 3.6 takes the number -0.0 for 0.0.
+            off = tl.full([TOGETHER], -(2**31) if RESIDUAL else 0, tl.int32).to(tl.float32, bitcast=True)
+            gate, dot = tl.where(on, gate, off), tl.where(on, dot, 0.0)
             rstd_x, rstd_key = tl.where(on, rstd_x, 0.0), tl.where(on, rstd_key, 0.0)
+            value_head, value_tail = tl.where(on[:, None], value_head, 0.0), tl.where(on[:, None], value_tail, 0.0)
         out_head, out_tail = gate[:, None] * value_head, gate[:, None] * value_tail
         if RESIDUAL:
             out_head += x_head
             out_tail += x_tail
-            if MASKED:  # bit for bit, as x + 0 is not where x is -0, nor x + -0.0, which Triton 3.6 takes for 0.0
-                out_head, out_tail = tl.where(on[:, None], out_head, x_head), tl.where(on[:, None], out_tail, x_tail)
         out_at = _row(out_ptr, at, out_row) + column
         tl.store(out_at + head, out_head.to(io), mask=here)
         tl.store(out_at + tail, out_tail.to(io), mask=here & (tail < WIDTH))
@@ -200,7 +217,8 @@ def _backward_kernel(
     tokens, want_x, want_key, want_value, grad_out_row, x_row, key_row, value_row,
     grad_x_row, grad_key_row, grad_value_row,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
-    RESIDUAL: tl.constexpr, WANT_WEIGHT: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
+    RESIDUAL: tl.constexpr, WANT_WEIGHT: tl.constexpr, HELD: tl.constexpr, COPY_WEIGHT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     first, last = program * tokens // programs, (program + 1) * tokens // programs
@@ -227,7 +245,8 @@ def _backward_kernel(
         x_head, x_tail = _load(x_at, head, HEAD, WIDTH), _load(x_at, tail, END, WIDTH)
         key_head, key_tail = _load(key_at, head, HEAD, WIDTH), _load(key_at, tail, END, WIDTH)
         weight_at = weight_ptr + column
-        weight_head, weight_tail = _load(weight_at, head, HEAD, WIDTH), _load(weight_at, tail, END, WIDTH)
+        if COPY_WEIGHT:
+            weight_head, weight_tail = _load(weight_at, head, HEAD, WIDTH), _load(weight_at, tail, END, WIDTH)
         value_at = _row(value_ptr, token, value_row)
         value_head, value_tail = _load(value_at, head, HEAD, WIDTH), _load(value_at, tail, END, WIDTH)
 
@@ -263,6 +282,12 @@ def _backward_kernel(
             grad_value_at = _row(grad_value_ptr, token, grad_value_row)
             _store(grad_value_at, head, grad_value_head, HEAD, WIDTH)
             _store(grad_value_at, tail, grad_value_tail, END, WIDTH)
+        if not COPY_WEIGHT:
+            # A thread copies 16 bytes at a time, past the L1 cache. Of its eight weights in fp32 that is half a sector,
+            # which is then read twice. What is read in a condition is loaded, and not copied.
+            weight_head, weight_tail = tl.zeros([HEAD], tl.float32), tl.zeros([TAIL], tl.float32)
+            if (want_x != 0) | (want_key != 0):
+                weight_head, weight_tail = _load(weight_at, head, HEAD, WIDTH), _load(weight_at, tail, END, WIDTH)
         scaled_head, scaled_tail = of_product * weight_head, of_product * weight_tail
         if want_x != 0:
             grad_x_head = scaled_head * key_head - of_x * x_head
@@ -430,7 +455,9 @@ def _compile_backward(
             out, x, key, value, weight, saved, residual, masked, out, key, value, partial,
             want=(True, True, True), compile_on=device,
         )  # fmt: skip
-    _launch_sum(saved, weight, 1, compile_on=device)
+    streams, width = weight.shape
+    shape = _shape_on(device, streams, width, x.dtype, weight.dtype)
+    _launch_sum(saved, weight, 1, shape, compile_on=device)
 
 
 _compiled: set[tuple[torch.device, torch.dtype, torch.dtype, int, int, bool, str, bool, bool]] = set()
@@ -495,7 +522,8 @@ def engram_backward(
     )  # fmt: skip
     if grad_weight_SD is not None:
         assert partial_PSD is not None
-        _launch_sum(partial_PSD, grad_weight_SD, programs)
+        shape = _shape or _shape_on(grad_out_MSD.device, streams, width, grad_out_MSD.dtype, grad_weight_SD.dtype)
+        _launch_sum(partial_PSD, grad_weight_SD, programs, shape)
 
 
 def _launch_forward(
@@ -514,14 +542,15 @@ def _launch_forward(
     )  # fmt: skip
     options = {
         "MASKED": mask is not None, "RESIDUAL": residual, "COPYSIGN": zero_dot == "copysign",
-        "ROUNDED": key_weight is not None, "TOGETHER": shape.forward_together, "STAGES": shape.forward_stages,
-        "maxnreg": shape.forward_registers,
+        "ROUNDED": key_weight is not None, "TOGETHER": shape.forward_together, "ONE_STREAM": shape.forward_one_stream,
+        "STAGES": shape.forward_stages, "maxnreg": shape.forward_registers,
     }  # fmt: skip
     cut = (streams, width, shape.head, shape.tail)
     programs = triton.cdiv(tokens, shape.forward_together)
+    of_each = streams if shape.forward_one_stream else 1  # run of tokens
     if shape.forward_programs:
-        programs = min(programs, _programs(device, shape.forward_programs))
-    _run(_forward_kernel, programs, arguments, cut, options, shape.forward_warps, compile_on)
+        programs = min(programs, max(1, _programs(device, shape.forward_programs) // of_each))
+    _run(_forward_kernel, programs * of_each, arguments, cut, options, shape.forward_warps, compile_on)
 
 
 def _launch_backward(
@@ -539,7 +568,7 @@ def _launch_backward(
     )  # fmt: skip
     options = {
         "MASKED": masked, "RESIDUAL": residual, "WANT_WEIGHT": partial is not None, "HELD": shape.held,
-        "STAGES": shape.backward_stages,
+        "COPY_WEIGHT": shape.backward_copies_weight, "STAGES": shape.backward_stages,
     }  # fmt: skip
     cut = (streams, width, shape.head, shape.tail)
     programs = programs_of(tokens, width, device, shape)
@@ -551,11 +580,13 @@ def _units(t: Tensor) -> int:
     return t.stride(0) // ROW_UNIT
 
 
-def _launch_sum(partial: Tensor, grad_weight: Tensor, programs: int, *, compile_on: torch.device | None = None) -> None:
+def _launch_sum(
+    partial: Tensor, grad_weight: Tensor, programs: int, shape: Shape, *, compile_on: torch.device | None = None
+) -> None:
     size = grad_weight.numel()
     arguments = (partial, grad_weight, programs, size)
-    blocks = triton.cdiv(size, _SUM_COLUMNS)
-    _run(_weight_kernel, blocks, arguments, (_SUM_ROWS, _SUM_COLUMNS), {}, 4, compile_on)
+    blocks = triton.cdiv(size, shape.sum_columns)
+    _run(_weight_kernel, blocks, arguments, (shape.sum_rows, shape.sum_columns), {}, 4, compile_on)
 
 
 def _run(
