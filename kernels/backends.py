@@ -72,6 +72,8 @@ class Backend:
     """The module that checks the kernels on a kind of GPU before they first serve there."""
     drift: Callable[[], tuple[str, ...]] = field(default=lambda: ())
     """Where an installed package is not what the backend was written against, in words. Imports nothing of it."""
+    why_not: Callable[[Any], Reason | None] = field(default=lambda problem: None)
+    """What else of a problem it can't serve. May import the backend's packages."""
     note: str = ""
     """What `status()` says where it serves."""
     warmed_only: bool = False
@@ -90,14 +92,14 @@ class Table(Generic[P, B]):
     op: str
     backends: Callable[[], Sequence[B]]
     """In order of preference where none is named."""
-    unfit: Callable[[B, P], Reason | None]
-    """What of a problem a backend can't serve, besides what the fields of `Backend` say."""
     widths: Callable[[P], Sequence[int]]
     """The sizes that `width_multiple` speaks of."""
     case: Callable[[B, P], str]
     """The self-check that covers a problem, in words that the op's check.py reads."""
     samples: Callable[[B, Route, torch.device], Sequence[P]]
     """A problem that fits for each self-check there is: what `survey` asks about."""
+    unfit: Callable[[B, P], Reason | None] = field(default=lambda backend, problem: None)
+    """What of a problem a backend can't serve by fields that the op's own records have."""
     known: dict[tuple[settings.Settings, P, bool], B | Reason | _Tuned[B]] = field(default_factory=dict)
     """What was worked out, for choose() to take about 1 us."""
     fewest: dict[tuple[settings.Settings, torch.device], int] = field(default_factory=dict)
@@ -324,7 +326,7 @@ def _why_not_unchecked(table: Table[P, B], backend: B, problem: P) -> Reason | N
         return Reason.PACKAGE_DIFFERS
     if problem.dtype not in backend.dtypes:
         return Reason.DTYPE
-    if (reason := table.unfit(backend, problem)) is not None:
+    if (reason := table.unfit(backend, problem) or backend.why_not(problem)) is not None:
         return reason
     if any(width % backend.width_multiple for width in table.widths(problem)):
         return Reason.ALIGNMENT

@@ -558,11 +558,6 @@ class TestTiming:
         assert len(ran) > 6 * 3
         assert len(set(fillers[-12:])) == 1 and fillers[-1] >= 1.5 * 5
 
-    def test_a_named_commit_is_the_commit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where a machine has the history of an earlier one."""
-        monkeypatch.setenv(results.COMMIT_VARIABLE, "0123456789")
-        assert results.provenance(False).commit == "0123456789"
-
     def test_the_first_call_in_a_context_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fillers = []
         monkeypatch.setattr(torch.cuda, "Event", _Event)
@@ -618,6 +613,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 class TestRows:
+    def test_a_named_commit_is_the_commit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where a machine has the history of an earlier one."""
+        monkeypatch.setenv(results.COMMIT_VARIABLE, "0123456789")
+        assert results.provenance(False).commit == "0123456789"
+
     def test_round_trip(self, folder: Path) -> None:
         (path,) = results.files_of("gated_mlp", folder)
         assert path.parent.name == "NVIDIA-H200"

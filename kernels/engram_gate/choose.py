@@ -43,8 +43,6 @@ class Problem(NamedTuple):
 class Backend(backends.Backend):
     """Besides what every backend says of itself."""
 
-    why_not: Callable[[Problem], Reason | None] = field(default=lambda problem: None)
-    """What else of a problem it can't serve. May import the backend's packages."""
     takes: Callable[[int], bool] = field(default=lambda tokens: True)
     """Whether it can serve so many tokens."""
     prepared: bool = True
@@ -52,7 +50,7 @@ class Backend(backends.Backend):
 
 
 def _not_measured(problem: Problem, tokens: int) -> bool:
-    """No size is admitted: the kernels have run on no GPU yet, so none was measured to win."""
+    """No size is admitted: none was measured against a library's code."""
     return False
 
 
@@ -119,7 +117,6 @@ def _samples(backend: Backend, route: Route, device: torch.device) -> list[Probl
 _TABLE: backends.Table[Problem, Backend] = backends.Table(
     OP,
     lambda: BACKENDS,
-    unfit=lambda backend, problem: backend.why_not(problem),
     widths=lambda problem: (problem.width,),
     case=_case,
     samples=_samples,

@@ -49,8 +49,6 @@ class Backend(backends.Backend):
     whole: bool = False
     """Its module has the whole op, an autograd function of its own, in place of the two fused kernels: as `gated_mlp`
     in cudnn.py. It takes dense rows and no bias at all."""
-    why_not: Callable[[Problem], Reason | None] = field(default=lambda problem: None)
-    """What else of a problem it can't serve. May import the backend's packages."""
     fewest_compiled: Callable[[Problem], int | None] = field(default=lambda problem: None)
     """The fewest tokens at which it was measured to win inside `torch.compile` against the library's code there; None
     where it was not. Not asked where the user named the backend."""
@@ -268,7 +266,7 @@ def _unfit(backend: Backend, problem: Problem) -> Reason | None:
             return Reason.BIAS
         if problem.packed and not backend.packed:
             return Reason.PACKED_WEIGHT
-    return backend.why_not(problem)
+    return None
 
 
 def _widths(problem: Problem) -> tuple[int, ...]:
@@ -292,7 +290,7 @@ def _samples(backend: Backend, route: Route, device: torch.device) -> list[Probl
 
 
 _TABLE: backends.Table[Problem, Backend] = backends.Table(
-    OP, lambda: BACKENDS, _unfit, widths=_widths, case=_case, samples=_samples
+    OP, lambda: BACKENDS, widths=_widths, case=_case, samples=_samples, unfit=_unfit
 )
 
 

@@ -31,6 +31,7 @@ BACKENDS: tuple[Backend, ...] = (
         routes=frozenset({Route.FUSED}),
         named_only=True,
         packages=("cudnn", "cutlass"),
+        why_not=lambda problem: cudnn_frost.why_not(problem, OP),
         capabilities=frozenset({(10, 0), (10, 3)}),
         admits=_not_measured,
         compiled=lambda problem, tokens: False,
@@ -57,16 +58,12 @@ def _samples(backend: Backend, route: Route, device: torch.device) -> list[Probl
     ]
 
 
-def _unfit(backend: Backend, problem: Problem) -> Reason | None:
-    return cudnn_frost.why_not(problem, OP) if backend.name == "cudnn_frost" else None
-
-
 def _case(backend: Backend, problem: Problem) -> str:
     return f"{OP} {str(problem.dtype).removeprefix('torch.')}"
 
 
 _TABLE: backends.Table[Problem, Backend] = backends.Table(
-    OP, lambda: BACKENDS, unfit=_unfit, widths=lambda problem: (), case=_case, samples=_samples
+    OP, lambda: BACKENDS, widths=lambda problem: (), case=_case, samples=_samples
 )
 
 

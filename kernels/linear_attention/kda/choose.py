@@ -31,6 +31,7 @@ BACKENDS: tuple[Backend, ...] = (
         named_only=True,
         packages=("fla", "triton", "cudnn", "cuda"),
         drift=cudnn_hopper.drift,
+        why_not=cudnn_hopper.why_not,
         capabilities=frozenset({(9, 0)}),
         admits=_not_measured,
         compiled=lambda problem, tokens: cudnn_hopper.is_compiled(problem),
@@ -45,6 +46,7 @@ BACKENDS: tuple[Backend, ...] = (
         routes=frozenset({Route.FUSED}),
         named_only=True,
         packages=("cudnn", "cutlass"),
+        why_not=lambda problem: cudnn_frost.why_not(problem, OP),
         capabilities=frozenset({(10, 0), (10, 3)}),
         admits=_not_measured,
         compiled=lambda problem, tokens: False,
@@ -63,12 +65,6 @@ BACKENDS: tuple[Backend, ...] = (
 REFERENCE = BACKENDS[-1]
 
 
-def _unfit(backend: Backend, problem: Problem) -> Reason | None:
-    if backend.name == "cudnn_hopper":
-        return cudnn_hopper.why_not(problem)
-    return cudnn_frost.why_not(problem, OP) if backend.name == "cudnn_frost" else None
-
-
 def _case(backend: Backend, problem: Problem) -> str:
     return f"{OP} {str(problem.dtype).removeprefix('torch.')}"
 
@@ -83,7 +79,7 @@ def _samples(backend: Backend, route: Route, device: torch.device) -> list[Probl
 
 
 _TABLE: backends.Table[Problem, Backend] = backends.Table(
-    OP, lambda: BACKENDS, unfit=_unfit, widths=lambda problem: (), case=_case, samples=_samples
+    OP, lambda: BACKENDS, widths=lambda problem: (), case=_case, samples=_samples
 )
 
 
