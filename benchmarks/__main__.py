@@ -31,7 +31,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", choices=DTYPES, default="bf16")
     run.add_argument("--activation", default="silu", help=f"comma list of {', '.join(ACTIVATIONS)} (default: silu)")
     run.add_argument("--layout", choices=LAYOUTS, default="separate", help="of gate and up in the stock module")
-    run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, for the harness itself")
     run.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
     run.add_argument(
         "--seconds-per-case",
@@ -46,9 +45,22 @@ def _parser() -> argparse.ArgumentParser:
         help="within which an arm must have compiled and tuned for all shapes (default: 120)",
     )
     run.add_argument("--logs", type=Path, metavar="FOLDER", help="keeps what arms printed while they were tried")
-    run.add_argument("--save", action="store_true", help="append the rows to the results")
-    run.add_argument("--results", type=Path, default=results.RESULTS, help="the folder to append to with --save")
+    _where(run)
     run.set_defaults(run=_gated_mlp)
+
+    kernels = commands.add_parser(
+        "gated_mlp_kernels", help="the fused kernels against the matrix products they replace"
+    )
+    kernels.add_argument("--backend", help="of the fused route (default: hopper; reference on a CPU)")
+    kernels.add_argument("--shapes", nargs="+", metavar="SHAPE", help="as for gated_mlp")
+    kernels.add_argument("--dtype", choices=DTYPES, default="bf16")
+    kernels.add_argument("--activation", choices=ACTIVATIONS, default="silu")
+    kernels.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
+    kernels.add_argument(
+        "--seconds-per-case", type=_positive, default=2.0, help="for timing one part of one shape (default: 2)"
+    )
+    _where(kernels)
+    kernels.set_defaults(run=_gated_mlp_kernels)
 
     linear = commands.add_parser("linear_attention", help="KDA: FLA's own kernels against ours")
     linear.add_argument(
@@ -59,13 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     linear.add_argument("--modes", help="comma list of train, train_graph, forward, host, memory (default: all)")
     linear.add_argument("--model", action="store_true", help="a training step of a language model instead")
-    linear.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, for the harness itself"
-    )
     linear.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
     linear.add_argument("--seconds-per-case", type=_positive, default=4.0, help="as for gated_mlp (default: 4)")
-    linear.add_argument("--save", action="store_true", help="append the rows to the results")
-    linear.add_argument("--results", type=Path, default=results.RESULTS, help="the folder to append to with --save")
+    _where(linear)
     linear.set_defaults(run=_linear_attention)
 
     engram = commands.add_parser("engram_gate", help="check and time every arm of the Engram gate")
@@ -80,13 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         "--scopes", default="gate,consumer", help="comma list: the gate alone, and with projection and its gradients"
     )
     engram.add_argument("--modes", help="comma list of forward, train, backward, host (default: all)")
-    engram.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, for the harness itself"
-    )
     engram.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
     engram.add_argument("--seconds-per-case", type=_positive, default=4.0, help="as for gated_mlp (default: 4)")
-    engram.add_argument("--save", action="store_true", help="append the rows to the results")
-    engram.add_argument("--results", type=Path, default=results.RESULTS, help="the folder to append to with --save")
+    _where(engram)
     engram.set_defaults(run=_engram_gate)
 
     listing = commands.add_parser("list", help="the arms, shapes and modes there are, and what is missing here")
@@ -101,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="a table in markdown from the results")
     _reading(table)
     table.add_argument("--modes", default="train,forward", help="comma list (default: train,forward)")
+    table.add_argument("--base", default="eager", help="the arm that the others are compared with (default: eager)")
     table.add_argument("--write", type=Path, metavar="FILE", help="put it between the marker comments of FILE")
     table.set_defaults(run=_table)
 
@@ -109,6 +114,27 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--results", type=Path, default=results.RESULTS)
     merge.set_defaults(run=_merge)
     return parser
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
+    """What `_is_on_cpu` reads."""
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, for the harness itself"
+    )
+    parser.add_argument("--save", action="store_true", help="append the rows to the results")
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="the folder to append to with --save")
+
+
+def _is_on_cpu(arguments: argparse.Namespace) -> bool:
+    """Raises ValueError for a device that is not there, and for a rehearsal among the results."""
+    import torch
+
+    on_cpu = arguments.device == "cpu"
+    if not on_cpu and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here. --device cpu rehearses the harness")
+    if on_cpu and arguments.save and arguments.results.resolve() == results.RESULTS.resolve():
+        raise ValueError("a dry run is no result: --save needs --results with a folder of its own")
+    return on_cpu
 
 
 def _reading(parser: argparse.ArgumentParser) -> None:
@@ -138,17 +164,11 @@ def _known(text: str, kind: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def _gated_mlp(arguments: argparse.Namespace) -> None:
-    import torch
-
     from . import arms, gated_mlp, timing
 
-    on_cpu = arguments.device == "cpu"
+    on_cpu = _is_on_cpu(arguments)
     modes = None if arguments.modes is None else _known(arguments.modes, "mode", MODES)
     activations = _known(arguments.activation, "activation", ACTIVATIONS)
-    if not on_cpu and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here. --device cpu rehearses the harness")
-    if on_cpu and arguments.save and arguments.results.resolve() == results.RESULTS.resolve():
-        raise ValueError("a dry run is no result: --save needs --results with a folder of its own")
     shapes = parse_shapes(arguments.shapes or ["tiny" if on_cpu else "bench"])
     dtype = DTYPES[arguments.dtype]
     gated_mlp.run(
@@ -168,16 +188,33 @@ def _gated_mlp(arguments: argparse.Namespace) -> None:
     )
 
 
-def _linear_attention(arguments: argparse.Namespace) -> None:
-    import torch
+def _gated_mlp_kernels(arguments: argparse.Namespace) -> None:
+    from fusepatch.decline import Route
+    from fusepatch.kernels.gated_mlp import choose
 
+    from . import mlp_kernels, timing
+
+    on_cpu = _is_on_cpu(arguments)
+    fused = {each.name: each for each in choose.BACKENDS if Route.FUSED in each.routes and not each.whole}
+    fused[choose.REFERENCE.name] = choose.REFERENCE
+    (name,) = _known(arguments.backend or ("reference" if on_cpu else "hopper"), "fused backend", tuple(fused))
+    mlp_kernels.run(
+        mlp_kernels.Options(
+            backend=fused[name],
+            cases=tuple(
+                Case(shape, DTYPES[arguments.dtype], arguments.activation, device=arguments.device)
+                for shape in parse_shapes(arguments.shapes or ["tiny" if on_cpu else "bench"])
+            ),
+            limits=timing.Limits(arguments.repeats, arguments.seconds_per_case),
+            save_to=arguments.results if arguments.save else None,
+        )
+    )
+
+
+def _linear_attention(arguments: argparse.Namespace) -> None:
     from . import linear_attention, timing
 
-    on_cpu = arguments.device == "cpu"
-    if not on_cpu and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here. --device cpu rehearses the harness")
-    if on_cpu and arguments.save and arguments.results.resolve() == results.RESULTS.resolve():
-        raise ValueError("a dry run is no result: --save needs --results with a folder of its own")
+    on_cpu = _is_on_cpu(arguments)
     save_to = arguments.results if arguments.save else None
     if arguments.model:
         linear_attention.run_model(linear_attention.Model(), save_to)
@@ -200,15 +237,9 @@ def _linear_attention(arguments: argparse.Namespace) -> None:
 
 
 def _engram_gate(arguments: argparse.Namespace) -> None:
-    import torch
-
     from . import engram_arms, engram_gate, timing
 
-    on_cpu = arguments.device == "cpu"
-    if not on_cpu and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here. --device cpu rehearses the harness")
-    if on_cpu and arguments.save and arguments.results.resolve() == results.RESULTS.resolve():
-        raise ValueError("a dry run is no result: --save needs --results with a folder of its own")
+    on_cpu = _is_on_cpu(arguments)
     usual = engram_arms.Case(1)
     all_tokens, width, embedding = engram_gate.TOKENS, usual.width, usual.embedding
     if on_cpu:
@@ -253,7 +284,9 @@ def _plot(arguments: argparse.Namespace) -> None:
 def _table(arguments: argparse.Namespace) -> None:
     from . import markdown
 
-    text = markdown.tables(arguments.benchmark, arguments.runs, arguments.modes.split(","), arguments.results)
+    text = markdown.tables(
+        arguments.benchmark, arguments.runs, arguments.modes.split(","), arguments.results, arguments.base
+    )
     print(text)
     if arguments.write is not None:
         markdown.put_between_markers(arguments.write, arguments.benchmark, text)

@@ -30,7 +30,8 @@ Errors = dict[str, float]
 
 
 @contextlib.contextmanager
-def _exact_fp32() -> Iterator[None]:
+def exact_fp32() -> Iterator[None]:
+    """Products of fp32 are those of fp32 inside."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -41,7 +42,7 @@ def _exact_fp32() -> Iterator[None]:
 
 def reference(case: Case, data: Data) -> Results:
     """What an arm should give, computed in fp32."""
-    with _exact_fp32():
+    with exact_fp32():
         leaves = {
             name: tensor.detach().float().requires_grad_()
             for name, tensor in (("x", data.x), ("gate", data.gate), ("up", data.up), ("down", data.down))
@@ -76,10 +77,11 @@ def _collect(built: Built, data: Data, out: Tensor) -> Results:
 
 def errors(actual: Results, expected: Results) -> Errors:
     """|actual - expected|_2 / |expected|_2 of each tensor; infinite where its shape differs or it is not finite."""
-    return {name: _error(actual[name], expected[name]) for name in TENSORS}
+    return {name: relative_error(actual[name], expected[name]) for name in TENSORS}
 
 
-def _error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Of the whole tensor, in L2; infinite where the shapes differ or something is not finite."""
     if actual.shape != expected.shape:
         return math.inf
     difference = torch.linalg.vector_norm(actual.float() - expected, dtype=torch.float64)

@@ -13,24 +13,28 @@ _TITLES = {
     "forward": "Forward, no gradients",
     "backward": "Backward",
     "host": "Host time",
+    "gate_up": "h, and gate and up, from x",
+    "d_gate_up": "Gradients of gate and up from dout",
+    "dx": "Gradient of x",
+    "d_weights": "Gradients of the weights of gate and up",
 }
 
 
-def tables(benchmark: str, runs: Sequence[str] | None, modes: Sequence[str], folder: Path) -> str:
-    """For each GPU and mode a table: medians, and in brackets the ratio to eager of the same run."""
+def tables(benchmark: str, runs: Sequence[str] | None, modes: Sequence[str], folder: Path, base: str = "eager") -> str:
+    """For each GPU and mode a table: medians, and in brackets the ratio to the arm `base` of the same run."""
     found = []
     for path in results.files_of(benchmark, folder):
         rows = results.read(path)
         wanted = list(runs or [results.latest_run(rows)])
         for mode in modes:
-            found += [_table([row for row in rows if row.origin.run == run], mode) for run in wanted]
+            found += [_table([row for row in rows if row.origin.run == run], mode, base) for run in wanted]
     text = "\n\n".join(table for table in found if table)
     if not text:
         raise ValueError(f"no rows of {benchmark} in {folder}")
     return text
 
 
-def _table(rows: Sequence[Row], mode: str) -> str:
+def _table(rows: Sequence[Row], mode: str, base: str) -> str:
     """Cases down, arms across. Nothing where the run has no such rows."""
     times = [row for row in rows if (row.figure.mode, row.figure.metric) == (mode, "time")]
     if not times:
@@ -45,20 +49,20 @@ def _table(rows: Sequence[Row], mode: str) -> str:
         "| --- " * (len(arms) + 1) + "|",
     ]
     for case in dict.fromkeys(row.figure.case for row in times):
-        of_case = [_cell(cells.get((case, arm)), cells.get((case, "eager"))) for arm in arms]
+        of_case = [_cell(cells.get((case, arm)), cells.get((case, base))) for arm in arms]
         lines.append(f"| {case} | " + " | ".join(of_case) + " |")
-    lines += ["", "Medians; in brackets, time over eager's in the same run."]
+    lines += ["", f"Medians; in brackets, time over {base}'s in the same run."]
     if once & set(arms):
         lines[-1] += " \\* A second backward pass through one forward is wrong or raises."
     return "\n".join(lines)
 
 
-def _cell(row: Row | None, eager: Row | None) -> str:
+def _cell(row: Row | None, base: Row | None) -> str:
     if row is None:
         return "-"
-    if eager is None or row is eager:
+    if base is None or row is base:
         return f"{row.figure.p50:.4g}"
-    return f"{row.figure.p50:.4g} ({results.ratio(row, eager)[1]:.3f})"
+    return f"{row.figure.p50:.4g} ({results.ratio(row, base)[1]:.3f})"
 
 
 def _origin(row: Row) -> str:

@@ -146,11 +146,13 @@ def test_a_whole_training_step_in_a_graph() -> None:
     ).cuda()
     generator = torch.Generator("cuda").manual_seed(0)
     batches = [torch.randint(0, 128, (32, 512), device="cuda", generator=generator) for _ in range(4)]
+    # One ready-made: transformers makes it from a number on the host, which a capture refuses.
+    mask = torch.full((1, 1, 512, 512), torch.finfo(torch.bfloat16).min, device="cuda", dtype=torch.bfloat16).triu(1)
     start = {name: tensor.clone() for name, tensor in made.state_dict().items()}
 
     def step(model: torch.nn.Module, optimiser: torch.optim.Optimizer, ids: Tensor) -> Tensor:
         optimiser.zero_grad(set_to_none=False)
-        loss = model(ids, labels=ids, use_cache=False).loss
+        loss = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss
         loss.backward()
         optimiser.step()
         return loss.detach()
