@@ -2,16 +2,19 @@
 
     gate_up     h, and [gate | up] where a gradient needs it, from x       against x [Wg | Wu]^T
     d_gate_up   [d_gate | d_up], and h again, from dout                    against dout Wd
-    dx          two products, one added to the other                       against one over gate and up joined
-    d_weights   the gradients of Wg and Wu, a product each                 against one over gate and up joined
+    dx          cuBLAS's two products, one added to the other; our own     against one over gate and up joined
+    d_weights   the gradients of Wg and Wu: cuBLAS's two; our own          against one over gate and up joined
+    d_down      the gradient of Wd: our own                                against cuBLAS's
 
-What the two have in common, `h Wd^T` and the gradient of Wd, is left out. Tensors: M tokens, H hidden size, I
+`columns_192` is our own with tiles of so many columns, whether or not it serves this size; in `h Wd^T` there is no
+choice. Tensors: M tokens, H hidden size, I
 intermediate size, M2I = [M, 2*I] with the gate in the first I columns.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
@@ -34,6 +37,7 @@ from .results import Figure
 BENCHMARK = "gated_mlp_kernels"
 BASE = "gemm"
 """The arm that the others of a part are compared with."""
+TWO = "two_products"
 
 Call = Callable[[], tuple[Tensor | None, ...]]
 Parts = dict[str, dict[str, Call]]
@@ -70,6 +74,8 @@ class _Inputs:
     gate_up: Tensor
     d_gate_up: Tensor
     """What the forward kernel and the backward kernel make, [M, 2*I]."""
+    h: Tensor
+    """[M, I]."""
 
 
 def run(options: Options) -> list[Figure]:
@@ -107,8 +113,8 @@ def _inputs(case: Case, seed: int) -> _Inputs:
     x_MH, dout_MH = numbers.x.detach()[0], numbers.dout[0]
     gate_up_2IH = torch.cat([numbers.gate, numbers.up])
     gate_up_M2I = F.linear(x_MH, gate_up_2IH)
-    d_gate_up_M2I, _ = reference.gemm_dact(dout_MH, numbers.down, gate_up_M2I, case.activation, want_h=False)
-    return _Inputs(x_MH, dout_MH, numbers.gate, numbers.up, gate_up_2IH, numbers.down, gate_up_M2I, d_gate_up_M2I)
+    d_gate_up_M2I, h_MI = reference.gemm_dact(dout_MH, numbers.down, gate_up_M2I, case.activation, want_h=True)
+    return _Inputs(x_MH, dout_MH, numbers.gate, numbers.up, gate_up_2IH, numbers.down, gate_up_M2I, d_gate_up_M2I, h_MI)
 
 
 def _as_fp32(given: _Inputs) -> _Inputs:
@@ -126,10 +132,15 @@ def _parts(case: Case, backend: choose.Backend, given: _Inputs) -> Parts:
     def backward(want_h: bool) -> Call:
         return lambda: kernels.gemm_dact(given.dout, given.down, given.gate_up, case.activation, want_h=want_h)
 
-    def ours(*, dx: bool = False, weights: bool = False) -> tuple[Tensor, ...]:
+    def plain(*, dx: bool = False, weights: bool = False) -> tuple[Tensor | None, ...]:
         needs = dx, weights, weights, False, False, False, False
-        operands = given.d_gate_up, None, given.dout, given.x, given.gate, given.up
-        return tuple(each for each in op.gradients(needs, False, *operands) if each is not None)
+        return op.gradients(needs, False, given.d_gate_up, None, given.dout, given.x, given.gate, given.up)
+
+    def own(name: str, call: Callable[[Any, int], tuple[Tensor | None, ...]]) -> dict[str, Call]:
+        if backend.products is None:
+            return {}
+        module: Any = importlib.import_module(backend.products)
+        return {f"columns_{each}": functools.partial(call, module, each) for each in module.VARIANTS[name]}
 
     return {
         "gate_up": {
@@ -142,10 +153,22 @@ def _parts(case: Case, backend: choose.Backend, given: _Inputs) -> Parts:
             "d_gate_up": backward(False),
             "d_gate_up_and_h": backward(True),
         },
-        "dx": {BASE: lambda: (given.d_gate_up @ given.joined,), "two_products": functools.partial(ours, dx=True)},
+        "dx": {
+            BASE: lambda: (given.d_gate_up @ given.joined,),
+            TWO: functools.partial(plain, dx=True),
+            **own("dx", lambda module, each: (module.dx(given.d_gate_up, given.gate, given.up, columns=each),)),
+        },
         "d_weights": {
             BASE: lambda: (given.d_gate_up.t() @ given.x,),
-            "two_products": functools.partial(ours, weights=True),
+            TWO: functools.partial(plain, weights=True),
+            **own(
+                "d_weights",
+                lambda module, each: module.d_weights(given.d_gate_up, given.x, packed=False, columns=each),
+            ),
+        },
+        "d_down": {
+            BASE: lambda: (given.dout.t() @ given.h,),
+            **own("d_down", lambda module, each: (module.d_down(given.dout, given.h, columns=each),)),
         },
     }
 
@@ -155,14 +178,14 @@ def _wrong(case: Case, parts: Parts, given: _Inputs) -> dict[tuple[str, str], st
     plain, exact = _parts(case, choose.REFERENCE, given), _parts(case, choose.REFERENCE, _as_fp32(given))
     found = {}
     for part, calls in parts.items():
-        for arm in calls:
-            if arm != BASE:
-                with exact_fp32():
-                    expected = _made(exact[part][arm])
-                for mine, theirs, true in zip(_made(calls[arm]), _made(plain[part][arm]), expected, strict=True):
-                    error, allowed = relative_error(mine, true), FACTOR * relative_error(theirs, true) + FLOOR
-                    if not error <= allowed:
-                        found[part, arm] = f"{error:.2e} from fp32, and {allowed:.2e} is allowed"
+        for arm, call in calls.items():
+            same = next(name for name in (arm, TWO, BASE) if name in plain[part])  # what makes the same of the same
+            with exact_fp32():
+                expected = _made(exact[part][same])
+            for mine, theirs, true in zip(_made(call), _made(plain[part][same]), expected, strict=True):
+                error, allowed = relative_error(mine, true), FACTOR * relative_error(theirs, true) + FLOOR
+                if not error <= allowed:
+                    found[part, arm] = f"{error:.2e} from fp32, and {allowed:.2e} is allowed"
     return found
 
 

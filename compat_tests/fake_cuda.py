@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
+import pickle
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,18 +40,30 @@ def load(compiled: Any, folder: Path) -> tuple[Callable[..., Any], Callable[[], 
     """The kernel's host side, and what tells of its last launch. Compiled with `--keep-ptx`."""
     import tvm_ffi
 
-    assert COMPILER is not None
     kernel, library = folder / "kernel.o", folder / "fake.so"
     compiled.export_to_c(str(kernel), function_name="kernel")
     # Bsymbolic: the DSL's own runtime, which compiling has loaded, would be found first.
-    command = [COMPILER, "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic", "-o", str(library), str(kernel), str(SOURCE)]
+    _link(library, "-Wl,-Bsymbolic", str(kernel))
+    return tvm_ffi.load_module(str(library)).kernel, watch(library, argument_sizes(compiled.artifacts.PTX))
+
+
+def _link(library: Path, *more: str) -> None:
+    assert COMPILER is not None
+    command = [COMPILER, "-shared", "-fPIC", "-w", "-o", str(library), *more, str(SOURCE)]
     subprocess.run(command, check=True, capture_output=True)
-    launch = tvm_ffi.load_module(str(library)).kernel
+
+
+def argument_sizes(ptx: str) -> tuple[int, ...]:
+    """Bytes of each argument of the kernel: `.param .align 64 .b8 name[128]` and `.param .u32 name`."""
+    parameters = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+) \w+(?:\[(\d+)\])?", ptx)
+    return tuple(int(bits) // 8 * int(count or 1) for bits, count in parameters)
+
+
+def watch(library: Path, sizes: tuple[int, ...]) -> Callable[[], Launched]:
+    """What tells of the last launch under the runtime in `library`, of a kernel with such arguments."""
     seen = ctypes.CDLL(str(library))
-    # `.param .align 64 .b8 name[128]` and `.param .u32 name`
-    parameters = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+) \w+(?:\[(\d+)\])?", compiled.artifacts.PTX)
-    sizes = [int(bits) // 8 * int(count or 1) for bits, count in parameters]
-    (ctypes.c_int * 32).in_dll(seen, "fake_argument_bytes")[: len(sizes)] = sizes
+    room = (ctypes.c_int * 32).in_dll(seen, "fake_argument_bytes")
+    room[:] = [*sizes, *[0] * (32 - len(sizes))]
 
     def three(name: str) -> tuple[int, int, int]:
         x, y, z = (ctypes.c_uint32 * 3).in_dll(seen, name)
@@ -65,18 +80,60 @@ def load(compiled: Any, folder: Path) -> tuple[Callable[..., Any], Callable[[], 
             tuple(each.raw[:size] for each, size in zip(kept, sizes, strict=False)),
         )
 
-    return launch, launched
+    return launched
 
 
-def tensor(address: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> Any:
-    """A contiguous tensor that claims to lie on a GPU, at an address that is never read."""
+# --------------------------------------------------------------------------------------------------- another process
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Rows of a tensor that claims to lie on a GPU."""
+
+    address: int
+    shape: tuple[int, int]
+    pitch: int
+    """Elements from one row to the next."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel on disk, as artefacts.py keeps it, and the calls that are to be made of it."""
+
+    path: Path
+    key: str
+    sizes: tuple[int, ...]
+    dtype: str
+    calls: tuple[tuple[Operand | int | None, ...], ...]
+
+
+def launched_elsewhere(entries: list[Entry], folder: Path) -> list[list[Launched]]:
+    """What each call launches in a process of its own, which never has the DSL: by entry, then by call."""
+    runtime = folder / "runtime.so"
+    _link(runtime)
+    child = Path(__file__).with_name("fake_cuda_child.py")
+    done = subprocess.run(
+        [sys.executable, str(child), str(runtime)],
+        input=pickle.dumps(entries),
+        env={**os.environ, "LD_PRELOAD": str(runtime)},
+        capture_output=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    found: list[list[Launched]] = pickle.loads(done.stdout)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ tensors
+
+
+def tensor(address: int, shape: tuple[int, ...], dtype: str = "bfloat16", pitch: int | None = None) -> Any:
+    """A tensor that claims to lie on a GPU, at an address that is never read: contiguous, or rows `pitch` apart."""
     import tvm_ffi
 
-    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))) if pitch is None else (pitch, 1)
     return tvm_ffi.from_dlpack(_Capsule(address, shape, strides, dtype))
-
-
-# ------------------------------------------------------------------------------------------------------------- DLPack
 
 
 class _Device(ctypes.Structure):

@@ -9,12 +9,14 @@ Modelled after the PTX ISA: mbarriers with their phases, arrivals and transactio
 shared-memory descriptors with the 128-byte swizzle, and its instruction descriptor; the lanes of tensor memory that a
 warp can reach; tcgen05.commit; bulk groups. Rules without which hardware promises nothing are errors here: a generic
 write that TMA reads without a fence of its proxy, tcgen05 after a wait without a fence, registers that are read before
-`wait::ld`, tensor memory that is not allocated.
+`wait::ld`, tensor memory that is not allocated, an `.aligned` instruction by a part of a warp, an mbarrier that no fence
+has shown to TMA and the tensor cores, a store by TMA of what a warp's lanes have written without `bar.warp.sync` or a
+barrier behind it, a right to allocate that is never given back.
 
 A TMA descriptor is read as the CUDA library writes it: its layout is nowhere documented, and was found by differences.
 Not modelled, so that what they order goes unseen when it is missing: caches, the order of generic writes to shared
-memory (here that of the instructions), lanes of a warp that run apart (`bar.warp.sync`), `fence.mbarrier_init`, the
-right to allocate, and whether a later fence stands in for one that is gone. Time is not modelled at all.
+memory (here that of the instructions), lanes of a warp that run apart for other reasons than a branch, and whether a
+later fence stands in for one that is gone. Time is not modelled at all.
 """
 
 from __future__ import annotations
@@ -185,10 +187,15 @@ class Machine:
         self.random = random.Random(seed)
         self.shared = np.random.default_rng(seed).integers(0, 256, SHARED_BASE + shared_bytes, dtype=np.uint8)
         self.unfenced = np.zeros(SHARED_BASE + shared_bytes, np.uint8)
+        self.apart = np.zeros(SHARED_BASE + shared_bytes, np.uint8)
+        """Which warp's lanes have written or fenced it each for itself: one lane can't speak for it yet."""
         self.tensor_memory = np.full((128, 512), np.nan, np.float32)
         self.allocated: tuple[int, int] | None = None
         self.may_allocate = True
+        self.has_allocated = False
         self.barriers: dict[int, Barrier] = {}
+        self.unseen_barriers: dict[int, int] = {}
+        """Set up, by which warp, and not fenced: TMA and the tensor cores need not see them."""
         self.named: dict[int, list[int]] = {}
         self.warps = [Warp(index) for index in range(program.threads // LANES)]
         self.events: dict[int, Callable[[], None]] = {}
@@ -230,6 +237,8 @@ class Machine:
             raise Fault(f"deadlock: {stuck}")
         if self.allocated is not None:
             raise Fault("tensor memory was not freed")
+        if self.has_allocated and self.may_allocate:
+            raise Fault("the right to allocate tensor memory was not given back")
         if any(barrier.bytes or barrier.pending != barrier.count for barrier in self.barriers.values()):
             raise Fault("an mbarrier was left in the middle of a phase")
 
@@ -305,19 +314,25 @@ class Machine:
     def shared_address(self, warp: Warp, operand: str) -> int:
         return int(np.broadcast_to(self.address(warp, operand), LANES)[warp.active][0])
 
-    def barrier(self, warp: Warp, operand: str) -> Barrier:
+    def barrier(self, warp: Warp, operand: str, of_hardware: bool = False) -> Barrier:
         at = self.shared_address(warp, operand)
         if at not in self.barriers:
             raise Fault(f"no mbarrier at {at}")
+        if of_hardware and at in self.unseen_barriers:
+            raise Fault(f"nothing shows TMA or the tensor cores the mbarrier at {at}")
         return self.barriers[at]
 
     # --- execution
 
-    def step(self, warp: Warp) -> None:
+    def meet(self, warp: Warp) -> None:
+        """Lanes that parted at a branch go on together from where it led."""
         while warp.parked and warp.parked[-1][0] == warp.at:
             warp.active = warp.active | warp.parked.pop()[1]
         if warp.parked and warp.at > warp.parked[-1][0]:
             raise Fault(f"warp {warp.index} went past the place where its lanes meet again")
+
+    def step(self, warp: Warp) -> None:
+        self.meet(warp)
         instruction = self.program.instructions[warp.at]
         self.counts[instruction.name] = self.counts.get(instruction.name, 0) + 1
         if instruction.name.startswith("bra"):
@@ -325,6 +340,8 @@ class Machine:
             return
         if instruction.predicate:
             raise Fault(f"a predicate on {instruction}")
+        if ".aligned" in instruction.name and not warp.active.all():
+            raise Fault(f"{instruction.name} by a part of a warp")
         handler = _HANDLERS.get(instruction.name)
         if handler is None:
             raise NotImplementedError(f"{instruction}")
@@ -531,7 +548,7 @@ def _store_shared(machine: Machine, warp: Warp, instruction: Instruction) -> Non
     for lane in range(LANES):
         at = int(addresses[lane])
         machine.shared[at : at + 16] = values[lane].copy().view(np.uint8)
-        machine.unfenced[at : at + 16] = warp.index + 1
+        machine.unfenced[at : at + 16] = machine.apart[at : at + 16] = warp.index + 1
 
 
 @_on("shfl.sync.idx.b32")
@@ -547,8 +564,13 @@ def _elect(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     machine.put(warp, instruction.operands[1], np.arange(LANES) == ELECTED, bool)
 
 
-@_on("prefetch.tensormap", "fence.mbarrier_init.release.cluster", "bar.warp.sync")
+@_on("prefetch.tensormap")
 def _nothing(machine: Machine, warp: Warp, instruction: Instruction) -> None: ...
+
+
+@_on("bar.warp.sync")
+def _together(machine: Machine, warp: Warp, instruction: Instruction) -> None:
+    machine.apart[machine.apart == warp.index + 1] = 0
 
 
 @_on("ret")
@@ -563,6 +585,7 @@ def _return(machine: Machine, warp: Warp, instruction: Instruction) -> None:
 @_on("bar.sync")
 def _barrier(machine: Machine, warp: Warp, instruction: Instruction) -> bool:
     """The last one to come lets all go; the others stay at the instruction until then."""
+    _together(machine, warp, instruction)
     name = int(instruction.operands[0])
     threads = int(instruction.operands[1]) if len(instruction.operands) > 1 else machine.program.threads
     waiting = machine.named.setdefault(name, [])
@@ -577,7 +600,9 @@ def _barrier(machine: Machine, warp: Warp, instruction: Instruction) -> bool:
 
 @_on("fence.proxy.async.shared::cta")
 def _fence_proxy(machine: Machine, warp: Warp, instruction: Instruction) -> None:
-    machine.unfenced[machine.unfenced == warp.index + 1] = 0
+    own = machine.unfenced == warp.index + 1
+    machine.apart[own] = warp.index + 1
+    machine.unfenced[own] = 0
 
 
 # --- mbarriers
@@ -590,6 +615,12 @@ def _init(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     if at in machine.barriers or at % 8 or warp.active.sum() != 1:
         raise Fault("an mbarrier is set up twice, by many, or out of place")
     machine.barriers[at] = Barrier(count, count)
+    machine.unseen_barriers[at] = warp.index
+
+
+@_on("fence.mbarrier_init.release.cluster")
+def _fence_init(machine: Machine, warp: Warp, instruction: Instruction) -> None:
+    machine.unseen_barriers = {at: by for at, by in machine.unseen_barriers.items() if by != warp.index}
 
 
 @_on("mbarrier.arrive.expect_tx.shared.b64")
@@ -660,7 +691,7 @@ def _view(machine: Machine, descriptor: Descriptor) -> Any:
 def _load(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     target, source, coordinates, place = _split_source(instruction.operands, 1)[:4]
     descriptor, row, column = _tensor(machine, warp, source, coordinates)
-    base, barrier = machine.shared_address(warp, target), machine.barrier(warp, place)
+    base, barrier = machine.shared_address(warp, target), machine.barrier(warp, place, of_hardware=True)
     if warp.active.sum() != 1:
         raise Fault("TMA is asked by more than one lane")
 
@@ -688,6 +719,8 @@ def _store(machine: Machine, warp: Warp, instruction: Instruction) -> None:
         at = _box(descriptor, base)
         if machine.unfenced[at].any():
             raise Fault("TMA reads what was written without a fence of its proxy")
+        if machine.apart[at].any():
+            raise Fault("TMA reads what lanes have written that nothing has brought together since")
         words = machine.shared[at].astype(np.uint16) | machine.shared[at + 1].astype(np.uint16) << 8
         rows, columns = _inside(descriptor, row, column)
         view = _view(machine, descriptor)
@@ -723,6 +756,7 @@ def _allocate(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     if not machine.may_allocate or machine.allocated is not None or columns not in (32, 64, 128, 256, 512):
         raise Fault("tensor memory can't be allocated so")
     machine.allocated = (512 - columns, columns)  # not always at column 0
+    machine.has_allocated = True
     at = machine.shared_address(warp, place)
     machine.shared[at : at + 4] = np.array([512 - columns], np.uint32).view(np.uint8)
 
@@ -795,7 +829,7 @@ def _wait_load(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     warp.moves.clear()
 
 
-def _matrix(machine: Machine, descriptor: int, rows: int, mn_major: bool) -> Any:
+def _operand_addresses(descriptor: int, rows: int, mn_major: bool) -> Any:
     """[rows, 16] of A or B, as a shared-memory descriptor says; its K is contiguous, or its rows are."""
     start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     if descriptor >> 61 != 2 or descriptor >> 46 & 7 != 1 or descriptor >> 49 & 7 != 0:
@@ -805,7 +839,11 @@ def _matrix(machine: Machine, descriptor: int, rows: int, mn_major: bool) -> Any
         offset = row // 64 * leading + row % 64 * 2 + k // 8 * stride + k % 8 * 128
     else:
         offset = row // 8 * stride + row % 8 * 128 + k * 2
-    at = _swizzled(start + offset)
+    return _swizzled(start + offset)
+
+
+def _matrix(machine: Machine, descriptor: int, rows: int, mn_major: bool) -> Any:
+    at = _operand_addresses(descriptor, rows, mn_major)
     words = machine.shared[at].astype(np.uint16) | machine.shared[at + 1].astype(np.uint16) << 8
     return _widen(machine.dtype, words)
 
@@ -845,6 +883,6 @@ def _multiply(machine: Machine, warp: Warp, instruction: Instruction) -> None:
 def _commit(machine: Machine, warp: Warp, instruction: Instruction) -> None:
     if warp.active.sum() != 1:
         raise Fault("tcgen05.commit by more than one lane")
-    barrier = machine.barrier(warp, instruction.operands[0])
+    barrier = machine.barrier(warp, instruction.operands[0], of_hardware=True)
     barrier.of_tensor_memory = True
     machine.tensor_queue.append(barrier.arrive)

@@ -40,7 +40,7 @@ class OpOptions:
 OPS: dict[str, OpOptions] = {
     op.name: op
     for op in (
-        OpOptions("gated_mlp", backends=("triton", "hopper", "cudnn", "triton_gemm", "reference")),
+        OpOptions("gated_mlp", backends=("triton", "hopper", "cudnn", "triton_gemm", "blackwell", "reference")),
         OpOptions("engram_gate", backends=("triton", "cudnn_engram", "reference"), default=False),
         OpOptions(
             "kda",

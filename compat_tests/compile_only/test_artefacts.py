@@ -19,7 +19,8 @@ import torch
 
 from fusepatch import disk, selfcheck, settings
 from fusepatch.kernels.cute import artefacts
-from fusepatch.kernels.gated_mlp import hopper
+from fusepatch.kernels.gated_mlp import launching
+from fusepatch.kernels.gated_mlp.hopper_configuration import Size, configurations, forward_configuration
 
 pytestmark = [
     pytest.mark.skipif(
@@ -28,7 +29,7 @@ pytestmark = [
     ),
     pytest.mark.skipif(fake_cuda.COMPILER is None, reason="no C compiler"),
 ]
-CONFIGURATION = hopper.forward_configuration(torch.bfloat16, "silu", False, hopper.Size.SMALL)
+CONFIGURATION = forward_configuration(torch.bfloat16, "silu", False, Size.SMALL)
 ARCH = "sm_90a"
 
 # Gets one kernel in a process of its own, and says whether it was compiled, and whether it is one that can be called.
@@ -36,14 +37,15 @@ GET = """
 import sys
 import torch
 from fusepatch.kernels.cute import compiling
-from fusepatch.kernels.gated_mlp import hopper
+from fusepatch.kernels.gated_mlp import hopper_configuration, launching
 
 made = []
 def build(configuration, options):
     made.append(options)
-    return hopper.build(configuration, options)
+    return launching.build(configuration, options)
 
-configuration = hopper.forward_configuration(torch.bfloat16, "silu", False, hopper.Size.SMALL)
+small = hopper_configuration.Size.SMALL
+configuration = hopper_configuration.forward_configuration(torch.bfloat16, "silu", False, small)
 launch = compiling.compiled(configuration, build, "sm_90a")
 try:
     t = torch.zeros(8, 8, dtype=torch.bfloat16)
@@ -89,7 +91,7 @@ def test_processes_that_start_at_once(tmp_path: Path) -> None:
 def compiled() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUTE_DSL_ARCH", ARCH)
-        return hopper.build(CONFIGURATION, "--enable-tvm-ffi --gpu-arch sm_90a")
+        return launching.build(CONFIGURATION, "--enable-tvm-ffi --gpu-arch sm_90a")
 
 
 @pytest.fixture
@@ -150,16 +152,16 @@ def test_an_entry_is_one_configurations(tmp_path: Path, monkeypatch: pytest.Monk
         artefacts.key_of(configuration, options)
         for dtype in (torch.bfloat16, torch.float16)
         for activation in ("silu", "gelu", "gelu_tanh")
-        for size in hopper.Size
-        for configuration in hopper.configurations(dtype, activation, size)
+        for size in Size
+        for configuration in configurations(dtype, activation, size)
         for options in ("sm_90a", "sm_100a")
     ]
     different = {  # the forward kernels of shallow and deep sizes are the same
         (configuration, options)
         for dtype in (torch.bfloat16, torch.float16)
         for activation in ("silu", "gelu", "gelu_tanh")
-        for size in hopper.Size
-        for configuration in hopper.configurations(dtype, activation, size)
+        for size in Size
+        for configuration in configurations(dtype, activation, size)
         for options in ("sm_90a", "sm_100a")
     }
     assert len(set(every)) == len(different) < len(every)
@@ -281,15 +283,15 @@ def test_a_file_in_the_way(folder: Path, caplog: pytest.LogCaptureFixture) -> No
 # ------------------------------------------------------------------------------------------- what an export launches
 
 
-@pytest.mark.parametrize("size", [hopper.Size.SMALL, hopper.Size.DEEP], ids=lambda size: size.value)
+@pytest.mark.parametrize("size", [Size.SMALL, Size.DEEP], ids=lambda size: size.value)
 @pytest.mark.parametrize(("keep", "biased"), [(False, False), (True, False), (True, True)])
 def test_an_export_launches_the_forward_kernel(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: hopper.Size, keep: bool, biased: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: Size, keep: bool, biased: bool
 ) -> None:
     """Grid, cluster and shared memory; and each operand is read through a descriptor of its own."""
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
-    configuration = hopper.forward_configuration(torch.bfloat16, "silu", keep, size, biased=biased)
-    compiled = hopper.build(configuration, f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={tmp_path}")
+    configuration = forward_configuration(torch.bfloat16, "silu", keep, size, biased=biased)
+    compiled = launching.build(configuration, f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={tmp_path}")
     launch, launched = fake_cuda.load(compiled, tmp_path)
     hidden, inner, clusters = 64, 960, 3
     at = [0x7F1000000000 + index * 0x10000000 for index in range(5 if keep else 4)]

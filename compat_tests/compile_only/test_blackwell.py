@@ -1,26 +1,31 @@
-"""The kernels of the Blackwell backend, compiled without a GPU: what they say, what they do in a model of the hardware,
-and what their host side would launch. Legend as in blackwell_forward.py.
+"""The kernels of the Blackwell backend, compiled without a GPU: what they say, and what they do in a model of the
+hardware. What their host side would launch is in test_blackwell_launches.py. Legend as in blackwell_forward.py.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-import fake_cuda
+import blackwell_resources
 import machine_code
-import numpy as np
 import ptx_machine
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from blackwell_kernels import (
+    ARCHS,
+    EVERY,
+    OFTEN,
+    Build,
+    Configuration,
+    Launch,
+    builder,
+    kinds,
+    launcher,
+    named,
+    needs_a_compiler,
+)
 
 from fusepatch.kernels.cute.tile import SHARED_LIMIT, WIDTH_K
 from fusepatch.kernels.gated_mlp.blackwell_configuration import (
@@ -33,69 +38,18 @@ from fusepatch.kernels.gated_mlp.blackwell_configuration import (
     backward_configuration,
     forward_configuration,
 )
-from support import relative_error
 
 pytestmark = [machine_code.needs_the_dsl]
-needs_a_compiler = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="no C compiler")
-
-ARCHS = ["sm_100a", "sm_103a"]
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
-TILES = {"wide": WIDE, "narrow": NARROW}
-Configuration = Forward | Backward
-Build = Callable[..., tuple[Any, Path]]
-EVERY = [
-    configuration
-    for dtype in (torch.bfloat16, torch.float16)
-    for activation in ACTIVATIONS
-    for second in (False, True)
-    for configuration in (
-        forward_configuration(dtype, activation, second, WIDE),
-        forward_configuration(dtype, activation, second, NARROW),
-        backward_configuration(dtype, activation, second, SQUARE),
-    )
-]
-OFTEN = [
-    forward_configuration(torch.bfloat16, "silu", True, WIDE),
-    backward_configuration(torch.bfloat16, "silu", True, SQUARE),
-    forward_configuration(torch.bfloat16, "silu", False, NARROW),
-    forward_configuration(torch.float16, "gelu", True, NARROW),
-    backward_configuration(torch.float16, "gelu", False, SQUARE),
-    forward_configuration(torch.float16, "gelu", False, WIDE),
-]
-
-
-def named(configuration: Configuration) -> str:
-    if isinstance(configuration, Forward):
-        results = "h and gate_up" if configuration.keep_gate_up else "h"
-    else:
-        results = "d_gate_up and h" if configuration.want_h else "d_gate_up"
-    return f"{configuration.dtype}-{configuration.activation}-{results}-{configuration.tile.columns}"
-
-
-def kinds(often: int) -> list[Any]:
-    """Two dtypes, three activations, three tiles, with and without the second result; all but a few are slow."""
-    return [
-        pytest.param(each, marks=[] if each in OFTEN[:often] else [pytest.mark.slow], id=named(each)) for each in EVERY
-    ]
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """A kernel, once for all tests, and the folder with its machine code."""
+    return builder(tmp_path_factory)
 
-    @functools.cache
-    def build(configuration: Configuration, arch: str = ARCHS[0]) -> tuple[Any, Path]:
-        kernel = "blackwell_forward" if isinstance(configuration, Forward) else "blackwell_backward"
-        module = importlib.import_module(f"fusepatch.kernels.gated_mlp.{kernel}")
-        folder = tmp_path_factory.mktemp("kernel")
-        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir={folder} warnings{{nvvm}}"
-        return module.build(configuration, options), folder
 
-    return build
+@pytest.fixture(scope="module")
+def launch(compiled: Build) -> Launch:
+    return launcher(compiled)
 
 
 # ------------------------------------------------------------------------------------------- L0: what must hold at all
@@ -120,15 +74,15 @@ def test_a_tile_that_does_not_fit(changes: dict[str, int]) -> None:
 # ---------------------------------------------------------------------------------- L1 and L2: what was compiled
 
 
+COMPILED = [
+    pytest.param(*kind.values, arch, marks=kind.marks, id=f"{kind.id}-{arch}")
+    for arch, often in zip(ARCHS, (6, 2), strict=True)
+    for kind in kinds(often)
+]
+
+
 @machine_code.needs_the_tools
-@pytest.mark.parametrize(
-    ("configuration", "arch"),
-    [
-        pytest.param(*kind.values, arch, marks=kind.marks, id=f"{kind.id}-{arch}")
-        for arch, often in zip(ARCHS, (6, 2), strict=True)
-        for kind in kinds(often)
-    ],
-)
+@pytest.mark.parametrize(("configuration", "arch"), COMPILED)
 def test_machine_code(
     compiled: Build,
     capfd: pytest.CaptureFixture[str],
@@ -177,6 +131,26 @@ def test_machine_code(
     assert used["REG"] <= 168, used  # far from 255: ptxas has room
 
 
+@needs_a_compiler
+@machine_code.needs_the_tools
+@pytest.mark.parametrize(("configuration", "arch"), COMPILED)
+def test_resources(compiled: Build, configuration: Configuration, arch: str) -> None:
+    """As in the table: registers, no spills, shared memory, tensor memory and the tensor cores' instruction."""
+    made_with, rows = blackwell_resources.kept()
+    kernel, folder = compiled(configuration, arch)
+    found = blackwell_resources.measured(configuration, arch, kernel, folder)
+    right = rows[named(configuration), arch]
+    assert right["stack_bytes"] == "0"
+    if made_with != blackwell_resources.compiler(kernel):  # another ptxas deals registers otherwise
+        found["registers"] = right["registers"]
+    assert found == right, f"where that is meant, make the table anew: {blackwell_resources.COMMAND}"
+
+
+def test_the_table_of_resources_is_whole() -> None:
+    _, rows = blackwell_resources.kept()
+    assert set(rows) == {(named(configuration), arch) for configuration in EVERY for arch in ARCHS}
+
+
 def test_the_compilers_checker_sees_what_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,99 +166,6 @@ def test_the_compilers_checker_sees_what_is_not_waited_for(
 
 
 # ------------------------------------------------------------------- L3 to L6: what the PTX does in a model of the GPU
-
-
-def shapes_of(configuration: Configuration, tokens: int, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
-    """Of every operand, in the order of the kernel's arguments; the last one may be absent."""
-    if isinstance(configuration, Forward):
-        weights = {"w_gate": (inner, hidden), "w_up": (inner, hidden)}
-        shapes = {"x": (tokens, hidden), **weights, "h": (tokens, inner), "gate_up": (tokens, 2 * inner)}
-        return {name: shape for name, shape in shapes.items() if configuration.keep_gate_up or name != "gate_up"}
-    both = dict.fromkeys(("gate_up", "d_gate_up"), (tokens, 2 * inner))
-    shapes = {"dout": (tokens, hidden), "w_down": (hidden, inner), **both, "h": (tokens, inner)}
-    return {name: shape for name, shape in shapes.items() if configuration.want_h or name != "h"}
-
-
-def results_of(configuration: Configuration) -> tuple[str, ...]:
-    return ("h", "gate_up") if isinstance(configuration, Forward) else ("d_gate_up", "h")
-
-
-def expected(configuration: Configuration, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In fp64, with the roundings of reference.py and of the kernels."""
-    act = ACTIVATIONS[configuration.activation]
-    dtype = getattr(torch, configuration.dtype)
-    exact = {name: tensor.double() for name, tensor in tensors.items()}
-    if isinstance(configuration, Forward):
-        gate_MI, up_MI = ((exact["x"] @ exact[name].T).to(dtype) for name in ("w_gate", "w_up"))
-        h_MI = (act(gate_MI.double()) * up_MI.double()).to(dtype)
-        return {"h": h_MI, "gate_up": torch.cat([gate_MI, up_MI], dim=1)}
-    gate_MI, up_MI = (half.requires_grad_() for half in exact["gate_up"].chunk(2, dim=1))
-    h_MI = act(gate_MI) * up_MI
-    d_gate_MI, d_up_MI = torch.autograd.grad(h_MI, [gate_MI, up_MI], exact["dout"] @ exact["w_down"])
-    return {"h": h_MI.detach().to(dtype), "d_gate_up": torch.cat([d_gate_MI, d_up_MI], dim=1).to(dtype)}
-
-
-@dataclass(frozen=True)
-class Call:
-    """One launch of the exported kernel, and its operands."""
-
-    configuration: Configuration
-    program: ptx_machine.Program
-    launched: fake_cuda.Launched
-    memory: dict[int, Any]
-    tensors: dict[str, Tensor]
-
-    def run(self, seed: int, program: ptx_machine.Program | None = None) -> None:
-        """Every CTA, one after the other."""
-        for name in results_of(self.configuration):
-            if name in self.tensors:
-                self.tensors[name].fill_(float("nan"))
-        blocks = self.launched.grid[0]
-        for block in range(blocks):
-            ptx_machine.Machine(
-                program or self.program,
-                self.launched.arguments,
-                self.memory,
-                block,
-                blocks,
-                self.configuration.dtype,
-                seed * 1000 + block,
-                self.launched.shared_bytes,
-            ).run()
-
-    def errors(self) -> dict[str, float]:
-        """Of each result."""
-        right = expected(self.configuration, self.tensors)
-        return {name: relative_error(self.tensors[name], right[name]) for name in right if name in self.tensors}
-
-
-Launch = Callable[..., Call]
-
-
-@pytest.fixture(scope="module")
-def launch(compiled: Build) -> Launch:
-    @functools.cache
-    def loaded(configuration: Configuration) -> tuple[Any, Any, ptx_machine.Program]:
-        kernel, folder = compiled(configuration)
-        return *fake_cuda.load(kernel, folder), ptx_machine.parse(kernel.artifacts.PTX)
-
-    def run(configuration: Configuration, tokens: int, hidden: int, inner: int, ctas: int) -> Call:
-        start, launched, program = loaded(configuration)
-        generator = torch.Generator().manual_seed(tokens * hidden + inner)
-        dtype = getattr(torch, configuration.dtype)
-        scales = {"w_gate": hidden**-0.5, "w_up": hidden**-0.5, "w_down": hidden**-0.5}
-        shapes = shapes_of(configuration, tokens, hidden, inner)
-        tensors = {
-            name: (torch.randn(shape, generator=generator) * scales.get(name, 1.0)).to(dtype)
-            for name, shape in shapes.items()
-        }
-        at = {name: 0x7F1000000000 + index * 0x10000000 for index, name in enumerate(tensors)}
-        given = [fake_cuda.tensor(at[name], shape, configuration.dtype) for name, shape in shapes.items()]
-        start(*given, *[None] * (5 - len(given)), ctas)
-        memory = {at[name]: tensor.view(torch.int16).numpy().view(np.uint16) for name, tensor in tensors.items()}
-        return Call(configuration, program, launched(), memory, tensors)
-
-    return run
 
 
 SHAPES = [
@@ -408,83 +289,3 @@ def test_a_fault_is_seen(compiled: Build, launch: Launch, configuration: Configu
         if max(call.errors().values()) > 5e-4:
             return
     pytest.fail("it went unseen")
-
-
-# ------------------------------------------------------------------------------------------ L8: what would be launched
-
-
-def descriptors_of(configuration: Configuration, at: dict[str, int], M: int, H: int, I: int) -> list[Any]:  # noqa: E741
-    """What TMA must be told, in the order of the kernel's parameters: gate and up are halves of one tensor."""
-    box, wide = (128, 64), 2 * I
-
-    def whole(name: str, rows: int, columns: int, box: tuple[int, int] = box) -> ptx_machine.Descriptor:
-        return ptx_machine.Descriptor(at[name], 2 * columns, (rows, columns), box)
-
-    def halves(name: str) -> list[ptx_machine.Descriptor]:
-        return [ptx_machine.Descriptor(at[name] + offset, 2 * wide, (M, I), box) for offset in (0, 2 * I)]
-
-    if isinstance(configuration, Forward):
-        weights = [whole(name, I, H, (configuration.half, 64)) for name in ("w_gate", "w_up")]
-        return [whole("x", M, H), *weights, *(halves("gate_up") if "gate_up" in at else []), whole("h", M, I)]
-    operands = [whole("dout", M, H), whole("w_down", H, I, (64, 64))]
-    return [*operands, *halves("gate_up"), *halves("d_gate_up"), *([whole("h", M, I)] if "h" in at else [])]
-
-
-@needs_a_compiler
-@pytest.mark.parametrize("configuration", kinds(6))
-def test_an_export_launches_the_kernel(compiled: Build, configuration: Configuration) -> None:
-    """Grid and shared memory; and each operand is read through a descriptor of its own."""
-    start, launched = fake_cuda.load(*compiled(configuration))
-    names = shapes_of(configuration, 1, 8, 8)
-    at = {name: 0x7F1000000000 + index * 0x10000000 for index, name in enumerate(names)}
-
-    def run(at: dict[str, int], tokens: int, hidden: int, inner: int, ctas: int) -> fake_cuda.Launched:
-        shapes = shapes_of(configuration, tokens, hidden, inner)
-        tensors = [fake_cuda.tensor(at[name], shape, configuration.dtype) for name, shape in shapes.items()]
-        start(*tensors, *[None] * (5 - len(tensors)), ctas)
-        return launched()
-
-    columns = configuration.half if isinstance(configuration, Forward) else configuration.tile.columns
-    for M, H, I, ctas in [(300, 64, 960, 3), (1, 8, 8, 148), (8192, 4096, 14336, 148), (128, 72, 136, 160)]:  # noqa: E741
-        seen = run(at, M, H, I, ctas)
-        tiles = -(-M // 128) * -(-I // columns)
-        assert seen.grid == (min(tiles, ctas), 1, 1)
-        assert seen.block == (192 if isinstance(configuration, Forward) else 256, 1, 1)
-        assert seen.cluster == (0, 0, 0)
-        assert 0 < seen.shared_bytes <= configuration.shared_bytes <= SHARED_LIMIT
-        found = [ptx_machine.Descriptor.read(each) for each in seen.arguments if len(each) == 128]
-        assert found == descriptors_of(configuration, at, M, H, I)
-
-    # The layout of a descriptor is known by differences alone: moving one pointer changes its own, and no other.
-    first = run(at, 300, 64, 960, 3)
-    descriptors = [index for index, each in enumerate(first.arguments) if len(each) == 128]
-
-    def changes(at: dict[str, int], tokens: int) -> set[int]:
-        now = run(at, tokens, 64, 960, 3).arguments
-        # The second half of a descriptor is whatever was there before.
-        return {index for index in descriptors if now[index][:64] != first.arguments[index][:64]}
-
-    moved = {name: changes({**at, name: at[name] + 0x1000}, 300) for name in at}
-    assert {name: len(each) for name, each in moved.items()} == {name: 2 if "gate_up" in name else 1 for name in at}
-    assert sorted(index for each in moved.values() for index in each) == descriptors
-    assert changes(at, 300) == set()
-    # Another number of rows is in the descriptors of all but the weights.
-    assert changes(at, 301) == {index for name in at if not name.startswith("w_") for index in moved[name]}
-
-
-@needs_a_compiler
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        ([(8, 12), (16, 12), (16, 12), (8, 16)], "divisible by 8"),
-        ([(8, 16), (16, 16), (24, 16), (8, 16)], "shape"),
-        ([(8, 16), (16, 16), (16, 16), (9, 16)], "shape"),
-    ],
-    ids=["H not in eighths", "unlike weights", "another number of rows"],
-)
-def test_what_a_launch_refuses(compiled: Build, shapes: list[tuple[int, int]], message: str) -> None:
-    start, launched = fake_cuda.load(*compiled(forward_configuration(torch.bfloat16, "silu", False, NARROW)))
-    before = launched().count
-    with pytest.raises(ValueError, match=message):
-        start(*(fake_cuda.tensor(0x7F1000000000, shape) for shape in shapes), None, 1)
-    assert launched().count == before

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -13,12 +15,22 @@ from typing import Any
 import machine_code
 import pytest
 import torch
+from torch import Tensor
 
 from fusepatch import selfcheck, settings
 from fusepatch.decline import Reason, Route
 from fusepatch.kernels import backends
 from fusepatch.kernels.cute import artefacts, compiling
-from fusepatch.kernels.gated_mlp import check, choose, hopper, op, reference
+from fusepatch.kernels.gated_mlp import (
+    check,
+    choose,
+    hopper,
+    hopper_configuration,
+    hopper_products,
+    launching,
+    op,
+    reference,
+)
 
 DTYPES = [torch.bfloat16, torch.float16]
 # Two dtypes, three activations, three sizes, two kernels, and what each writes: 72, at 1 to 3 s.
@@ -68,9 +80,26 @@ def test_machine_code_with_biases(
     assert operations["LDG"] == configuration.parts * of_a_chunk
 
 
+@machine_code.needs_the_dsl
+@machine_code.needs_the_tools
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [(kind, columns) for kind, all_of_it in hopper_configuration.COLUMNS.items() for columns in all_of_it],
+)
+def test_machine_code_of_the_products(
+    sm90: None, tmp_path: Path, kind: hopper_configuration.Kind, columns: int, dtype: torch.dtype
+) -> None:
+    configuration = hopper_configuration.product_configuration(kind, dtype, 1, 8, 8, 66, columns)
+    assert configuration is not None
+    operations = _inspected(configuration, tmp_path)
+    assert not operations.keys() & {"LDG", "STG", "LD", "ST", "LDGSTS"}, operations
+    assert operations["UTMASTG"] == configuration.parts * configuration.outputs
+
+
 def _inspected(configuration: Any, folder: Path) -> Counter[str]:
     """Compiles it, and holds its machine code to what is so of every kernel; returns its operations."""
-    hopper.build(configuration, f"--enable-tvm-ffi --keep-cubin --dump-dir={folder}")
+    launching.build(configuration, f"--enable-tvm-ffi --keep-cubin --dump-dir={folder}")
     text = machine_code.disassembled(folder)
     assert "EF_CUDA_ACCELERATORS" in text  # the features of sm_90a, and not of sm_90 alone
     assert "EF_CUDA_SM90" in text
@@ -146,6 +175,27 @@ def test_the_self_check_has_a_shape_for_each_way_of_cutting_the_work_up() -> Non
     assert {hopper.size_of(*shape) for shape in check._FUSED_SHAPES} == set(hopper.Size)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner", "served"),
+    [
+        (8192, 5120, 17408, {"dx": 160, "d_weights": 192, "d_down": 192}),
+        (8192, 4096, 14336, {"d_weights": 192}),
+        (8192, 2048, 8192, {}),
+        (16384, 1024, 3072, {"d_weights": 192, "d_down": 192}),
+        (4099, 4096, 11008, {}),
+        (8191, 5120, 17408, {}),
+        (0, 5120, 17408, {}),
+    ],
+)
+def test_which_products_serve_which_sizes(tokens: int, hidden: int, inner: int, served: dict[str, int]) -> None:
+    """On an H200, of 66 clusters: as measured there."""
+    found = {
+        kind.value: hopper_configuration.product_configuration(kind, torch.bfloat16, tokens, hidden, inner, 66)
+        for kind in hopper_configuration.Kind
+    }
+    assert {name: each.tile.columns for name, each in found.items() if each is not None} == served
+
+
 def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr(compiling, "_compiled", {})
@@ -165,8 +215,11 @@ def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_capture_waits_for_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = hopper.configurations(torch.bfloat16, "silu", hopper.Size.SHALLOW)
-    assert len(set(needed)) == 4
+    monkeypatch.setattr(hopper_products, "clusters_of", lambda device: 66)
+    products = hopper_configuration.product_configurations(torch.bfloat16, 16384, 1024, 3072, 66)
+    assert len(products) == 2
+    needed = *hopper.configurations(torch.bfloat16, "silu", hopper.Size.SHALLOW), *products
+    assert len(set(needed)) == 6
     for missing in needed:
         monkeypatch.setattr(compiling, "_compiled", {(each, "sm_90a"): print for each in needed if each != missing})
         assert not hopper.is_compiled(PLAIN, 16384)
@@ -323,3 +376,86 @@ def test_the_self_check_sees_a_fault(
     monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., object], seen: str
 ) -> None:
     assert any(text.startswith(f"{seen} of") for text in _differences(monkeypatch, **{name: fault}))
+
+
+# ----------------------------------------------------------------------------------------------- the backend's products
+
+
+class _Products(types.ModuleType):
+    """Products in plain PyTorch, which say what they were asked for and leave out what they are told to."""
+
+    def __init__(self, *left_out: str) -> None:
+        super().__init__("products_in_plain_pytorch")
+        self.left_out, self.asked = left_out, list[str]()
+        self.VARIANTS = {"dx": (192, 160), "d_weights": (192,), "d_down": (192,)}
+
+    def _serves(self, name: str) -> bool:
+        self.asked.append(name)
+        return name not in self.left_out
+
+    def dx(self, d_gate_up: Tensor, gate: Tensor, up: Tensor | None, *, columns: int | None = None) -> Tensor | None:
+        weights = gate if up is None else torch.cat([gate, up])
+        return d_gate_up @ weights if self._serves("dx") else None
+
+    def d_weights(
+        self, d_gate_up: Tensor, x: Tensor, *, packed: bool, columns: int | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not self._serves("d_weights"):
+            return None, None
+        joined = d_gate_up.t() @ x
+        return (joined, None) if packed else (joined.chunk(2)[0].clone(), joined.chunk(2)[1].clone())
+
+    def d_down(self, dout: Tensor, h: Tensor, *, columns: int | None = None) -> Tensor | None:
+        return dout.t() @ h if self._serves("d_down") else None
+
+
+def _with_products(monkeypatch: pytest.MonkeyPatch, products: types.ModuleType) -> choose.Backend:
+    monkeypatch.setitem(sys.modules, products.__name__, products)
+    return dataclasses.replace(choose.REFERENCE, products=products.__name__)
+
+
+@pytest.mark.parametrize("left_out", [(), ("dx",), ("d_weights",), ("d_down",), ("dx", "d_weights", "d_down")], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_gradient_is_there_whoever_multiplies(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, left_out: tuple[str, ...]
+) -> None:
+    """For every choice of wanted gradients; and nobody multiplies for one that is not wanted."""
+    products = _Products(*left_out)
+    backend = _with_products(monkeypatch, products)
+    weights = torch.randn(48, 16, dtype=torch.float64)
+    x, down = torch.randn(5, 16, dtype=torch.float64), torch.randn(16, 24, dtype=torch.float64)
+    tensors = [x, weights, None, down] if packed else [x, *(half.clone() for half in weights.chunk(2)), down]
+    wanted = [number for number, tensor in enumerate(tensors) if tensor is not None]
+    for chosen in (each for count in range(1, 5) for each in itertools.combinations(wanted, count)):
+        given = [None if t is None else t.detach().requires_grad_(n in chosen) for n, t in enumerate(tensors)]
+        leaves = [given[number] for number in chosen]
+        out, plain = (op.run_gated_mlp(each, *given, None, None, None, "silu") for each in (backend, choose.REFERENCE))
+        products.asked.clear()
+        found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        assert set(products.asked) == {
+            *(["dx"] if 0 in chosen else []),
+            *(["d_weights"] if 1 in chosen and (packed or 2 in chosen) else []),
+            *(["d_down"] if 3 in chosen else []),
+        }
+        for mine, theirs in zip(found, torch.autograd.grad(plain, leaves, torch.ones_like(out)), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_self_check_covers_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_PRODUCT_SHAPE", (7, 24, 40))
+    right = _Products()
+    backend = _with_products(monkeypatch, right)
+    assert check._products(backend, torch.device("cpu"), torch.bfloat16, _Steps()) == []
+    assert sorted(right.asked) == sorted(["dx"] * 4 + ["d_weights"] * 2 + ["d_down"] * 2)
+    for name in ("dx", "d_weights", "d_down"):
+        wrong = _Products()
+        backend = _with_products(monkeypatch, wrong)
+        plain = getattr(wrong, name)
+
+        def swapped(first: Tensor, *rest: Any, plain: Any = plain, **options: Any) -> Any:
+            return plain(first.roll(1, 0), *rest, **options)
+
+        setattr(wrong, name, swapped)
+        seen = check._products(backend, torch.device("cpu"), torch.bfloat16, _Steps())
+        assert seen
+        assert all(text.startswith(f"{name} of") for text in seen)

@@ -96,7 +96,9 @@ ROUNDING = 4e-3
 """Of results in bf16. cuBLAS takes another kernel where the layout is another, and that adds in another order."""
 
 
-class _Steps:
+class Steps:
+    """A self-check's steps, with nobody to tell."""
+
     def reference(self) -> None: ...
 
     def kernel(self, case: str) -> None: ...
@@ -272,7 +274,7 @@ class FusedCases:
 
         monkeypatch.setattr(self.KERNELS, name, wrong)
         monkeypatch.setattr(check, "_FUSED_SHAPES", ((200, 136, 1352),))
-        assert check._fused(self.BACKEND, DEVICE, torch.bfloat16, "silu", _Steps())
+        assert check._fused(self.BACKEND, DEVICE, torch.bfloat16, "silu", Steps())
 
 
 def assert_nothing_outside(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import fusepatch
 from fusepatch import ops
-from fusepatch.kernels.gated_mlp import choose, hopper
+from fusepatch.kernels.gated_mlp import check, choose, hopper, hopper_configuration, hopper_products
 from fusepatch.parity_check.bound import STRAY, kind_of
-from gpu.fused_cases import DEVICE, NAMES, FusedCases, assert_nothing_outside, data, run, why_not
+from gpu.fused_cases import DEVICE, NAMES, FusedCases, Steps, assert_nothing_outside, data, run, why_not
 from gpu.graphs import assert_a_step_is_captured_and_replayed_after_warmup
 from support import is_within_parity, relative_error, tiny_llama, tiny_llama_mlp
 
@@ -61,6 +61,66 @@ def test_nothing_is_written_outside_of_the_results(tokens: int) -> None:
         launch(given["dout"], given["down_weight"], gate_up, d_gate_up, h, clusters)
 
     assert_nothing_outside(forward, backward, tokens)
+
+
+PRODUCTS = [(name, columns) for name, variants in hopper_products.VARIANTS.items() for columns in variants]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "columns"), PRODUCTS)
+@pytest.mark.parametrize(
+    "shape", [(1, 264, 520), (7, 64, 96), (257, 1032, 2056), (4099, 520, 1352), (640, 5120, 17408)]
+)
+def test_products_against_fp64(
+    monkeypatch: pytest.MonkeyPatch, name: str, columns: int, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    """As close as cuBLAS's, of separate weights and of packed ones, a tile being one of many or a part of one."""
+    monkeypatch.setattr(check, "_PRODUCT_SHAPE", shape)
+    monkeypatch.setattr(hopper_products, "VARIANTS", {name: (columns,)})
+    assert check._products(HOPPER, DEVICE, dtype, Steps()) == []
+
+
+@pytest.mark.parametrize(("name", "columns"), PRODUCTS)
+def test_products_write_nothing_outside(name: str, columns: int) -> None:
+    tokens, hidden, inner = 257, 264, 1352
+    (kind,) = (kind for kind in hopper_configuration.Kind if kind.value == name)
+    launch = hopper_products._kernel(kind, torch.bfloat16, DEVICE, tokens, hidden, inner, columns)
+    rows, width = {"dx": (tokens, hidden), "d_weights": (inner, hidden), "d_down": (hidden, inner)}[name]
+    buffers = [torch.full((rows + 2, width), 7.0, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    results = [buffer[1:-1].fill_(float("nan")) for buffer in buffers]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE).to(torch.bfloat16)
+
+    d_gate, d_up = normal(tokens, 2 * inner).chunk(2, dim=1)
+    clusters = hopper_configuration.clusters_of(DEVICE)
+    if name == "dx":
+        launch(normal(inner, hidden), normal(inner, hidden), d_gate, d_up, results[0], None, clusters)
+    elif name == "d_weights":
+        launch(normal(tokens, hidden), None, d_gate, d_up, *results, clusters)
+    else:
+        launch(normal(tokens, hidden), None, normal(tokens, inner), None, results[0], None, clusters)
+    for buffer in buffers if name == "d_weights" else buffers[:1]:
+        assert torch.isfinite(buffer).all()
+        assert (buffer[0] == 7).all()
+        assert (buffer[-1] == 7).all()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("shape", [(16384, 1024, 3072), (8192, 5120, 17408)])
+def test_where_products_serve(shape: tuple[int, int, int], packed: bool) -> None:
+    """The whole op, with some of its products ours, against fp32."""
+    tokens, hidden, inner = shape
+    served = hopper_configuration.product_configurations(
+        torch.bfloat16, tokens, hidden, inner, hopper_configuration.clusters_of(DEVICE)
+    )
+    assert served, "nothing would be tested"
+    given = data(tokens, hidden, inner, apart=0)
+    exact = run(choose.REFERENCE, given, dtype=torch.float32, packed=packed)
+    plain, ours = (run(each, given, packed=packed) for each in (choose.REFERENCE, HOPPER))
+    for name, expected in exact.items():
+        errors = relative_error(ours[name], expected), relative_error(plain[name], expected)
+        assert is_within_parity(*errors), (name, errors)
 
 
 # ------------------------------------------------------------------------------------------------- through the library

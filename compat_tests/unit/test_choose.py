@@ -108,8 +108,8 @@ def test_no_architecture_is_untested() -> None:
 MADE_FOR = {
     **{capability: {"triton"} for capability in POINTWISE_ON},
     (9, 0): {"triton", "hopper", "cudnn", "triton_gemm"},
-    (10, 0): {"triton", "cudnn", "triton_gemm"},
-    (10, 3): {"triton", "cudnn", "triton_gemm"},
+    (10, 0): {"triton", "cudnn", "triton_gemm", "blackwell"},
+    (10, 3): {"triton", "cudnn", "triton_gemm", "blackwell"},
 }
 
 
@@ -161,7 +161,7 @@ def test_order_on_blackwell(all_installed: Callable[..., None], capability: arch
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)], ids=str)
-@pytest.mark.parametrize("name", ["cudnn", "triton_gemm", "hopper"])
+@pytest.mark.parametrize("name", ["cudnn", "triton_gemm", "hopper", "blackwell"])
 def test_by_name_at_any_size(all_installed: Callable[..., None], capability: arch.Capability, name: str) -> None:
     all_installed(capability)
     read(BACKEND=name)

@@ -22,6 +22,8 @@ Backward: with more, the four sums of the weight's gradient do not fit into regi
 _MOST_WARPS = 16
 _WARPS_OF_A_MULTIPROCESSOR = 8
 """Of all its programs: each thread may then have as many registers as there are for one."""
+_COLUMNS_OF_A_WARP = 8 * 32
+"""That it reads at a time: 16 bytes of bf16 in each thread."""
 _MOST_FORWARD_STEPS, _MOST_BACKWARD_STEPS = 2, 3
 """That one program holds in shared memory.
 
@@ -51,6 +53,8 @@ class Shape(NamedTuple):
     backward_warps: int
     backward_stages: int
     backward_programs: int
+    forward_folds: bool
+    """Whether a thread's columns of the tail are added to its own of the head, before the threads' sums meet."""
     held: bool
     """Whether sums of the weight's gradient stay in registers, and not in memory."""
     forward_one_stream: bool = False
@@ -96,6 +100,7 @@ def shape_of(
         forward_warps=forward_warps,
         forward_stages=forward_stages,
         forward_programs=forward_programs if forward_stages > 1 else 0,
+        forward_folds=tail >= _COLUMNS_OF_A_WARP * forward_warps,
         backward_warps=warps,
         backward_stages=backward_stages if held else 1,
         backward_programs=programs,

@@ -39,6 +39,8 @@ from fusepatch.kernels.engram_gate.sizes import (
 ROW_UNIT = 8
 
 _SMALLEST_DOT = tl.constexpr(1e-6)  # reference.SMALLEST_DOT; a kernel reads no other kind of global
+_NEAR_0 = tl.constexpr(1e-3)
+_PIECE = tl.constexpr(1024)
 _UNIT = tl.constexpr(ROW_UNIT)
 
 
@@ -113,13 +115,50 @@ def _sums(a, b, c):
         return tl.sum(a, 1), tl.sum(b, 1), tl.sum(c, 1)
 
 
+@triton.jit
+def _folded(head, tail, HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """As many columns as the tail has, whose sum is that of both: of a thread's own columns, without a barrier."""
+    return tl.sum(tl.reshape(head, [head.shape[0], HEAD // TAIL, TAIL]), 1) + tail
+
+
+@triton.jit
+def _add_exactly(total, lost, other, other_lost):
+    """Knuth's TwoSum: what a sum in fp32 loses is added up beside it."""
+    both = total + other
+    added = both - total
+    return both, (total - (both - added)) + (other - added) + (lost + other_lost)
+
+
+@triton.jit
+def _precise_sum(x_at, key_at, weight_at, here, HEAD: tl.constexpr, WIDTH: tl.constexpr):
+    """sum(x * weight * key) as if in about twice the precision of fp32, of rows that are read again.
+
+    Dot2 of Ogita, Rump and Oishi (2005). Explicit fused operations, so that no compiler makes others.
+    """
+    piece: tl.constexpr = min(HEAD, _PIECE)
+    END: tl.constexpr = (WIDTH + piece - 1) // piece * piece
+    total = tl.zeros([here.shape[0], piece], tl.float32)
+    lost = tl.zeros([here.shape[0], piece], tl.float32)
+    for start in tl.range(0, WIDTH, piece, num_stages=1):
+        columns = start + tl.arange(0, piece)[None, :]
+        x, key = _load_if(here, x_at, columns, END, WIDTH), _load_if(here, key_at, columns, END, WIDTH)
+        weight = _load(weight_at, columns, END, WIDTH)
+        product = x * key
+        both = tl.fma(product, weight, total)
+        added = both - total
+        lost += (total - (both - added)) + tl.fma(product, weight, -added) + tl.fma(x, key, -product) * weight
+        total = both
+    total, lost = tl.reduce((total, lost), 1, _add_exactly)
+    return total + lost
+
+
 @triton.jit(do_not_specialize=["mask_ptr", "tokens", "x_row", "key_row", "value_row", "out_row"])
 def _forward_kernel(
     x_ptr, key_ptr, value_ptr, weight_ptr, key_weight_ptr, mask_ptr, out_ptr, saved_ptr,
     tokens, x_row, key_row, value_row, out_row, eps,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
     RESIDUAL: tl.constexpr, COPYSIGN: tl.constexpr, ROUNDED: tl.constexpr, TOGETHER: tl.constexpr,
-    ONE_STREAM: tl.constexpr, STAGES: tl.constexpr,
+    ONE_STREAM: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One step is one stream of TOGETHER tokens, which share its weights: those come from the L2 cache each time.
 
@@ -164,12 +203,24 @@ def _forward_kernel(
         if MASKED:
             on = tl.load(mask_ptr + token, mask=exists, other=0) != 0
 
-        square_x, square_key, product = _sums(x_head * x_head, key_head * key_head, x_head * weight_head * key_head)
-        square_x_tail, square_key_tail, product_tail = _sums(
-            x_tail * x_tail, key_tail * key_tail, x_tail * weight_tail * key_tail
-        )
-        rstd_x = tl.rsqrt((square_x + square_x_tail) / WIDTH + eps)
-        rstd_key = tl.rsqrt((square_key + square_key_tail) / WIDTH + eps)
+        # Both dtypes of 16 bits have products of two that are exact in fp32.
+        weighed_head, weighed_tail = x_head * key_head * weight_head, x_tail * key_tail * weight_tail
+        if FOLD:
+            square_x, square_key, product = _sums(
+                _folded(x_head * x_head, x_tail * x_tail, HEAD, TAIL),
+                _folded(key_head * key_head, key_tail * key_tail, HEAD, TAIL),
+                _folded(weighed_head, weighed_tail, HEAD, TAIL),
+            )
+        else:
+            square_x, square_key, product = _sums(x_head * x_head, key_head * key_head, weighed_head)
+            if WIDTH > HEAD:
+                square_x_tail, square_key_tail, product_tail = _sums(
+                    x_tail * x_tail, key_tail * key_tail, weighed_tail
+                )
+                square_x, square_key = square_x + square_x_tail, square_key + square_key_tail
+                product += product_tail
+        rstd_x = tl.rsqrt(square_x / WIDTH + eps)
+        rstd_key = tl.rsqrt(square_key / WIDTH + eps)
         if ROUNDED:  # weight is the query's; see reference.py
             of_x, of_key, key_weight_at = rstd_x[:, None], rstd_key[:, None], key_weight_ptr + column
             query_head, query_tail = (
@@ -182,7 +233,7 @@ def _forward_kernel(
             product += tl.sum(_rounded(query_tail * normed_tail, io), 1)
             dot = _rounded(_rounded(product, io) * (WIDTH**-0.5), io)
         else:
-            dot = (product + product_tail) * rstd_x * rstd_key * (WIDTH**-0.5)
+            dot = product * rstd_x * rstd_key * (WIDTH**-0.5)
         gate = 1.0 / (1.0 + tl.exp(-_sign(dot, COPYSIGN) * _root(dot)))
         if MASKED:
             # The value may be anything. x + -0 is x bit for bit, as x + 0 is not where x is -0; of its bits, as Triton
@@ -198,6 +249,11 @@ def _forward_kernel(
         out_at = _row(out_ptr, at, out_row) + column
         tl.store(out_at + head, out_head.to(io), mask=here)
         tl.store(out_at + tail, out_tail.to(io), mask=here & (tail < WIDTH))
+        if not ROUNDED:
+            near = (tl.abs(dot) < _NEAR_0) & (product != 0.0)
+            if tl.max(near.to(tl.int32), 0) != 0:
+                product = _precise_sum(x_at, key_at, weight_ptr + column, here, HEAD, WIDTH)
+                dot = product * rstd_x * rstd_key * (WIDTH**-0.5)
         saved_at = saved_ptr + (token * STREAMS + stream) * 4
         tl.store(saved_at, gate, mask=exists)
         tl.store(saved_at + 1, dot, mask=exists)
@@ -543,7 +599,7 @@ def _launch_forward(
     options = {
         "MASKED": mask is not None, "RESIDUAL": residual, "COPYSIGN": zero_dot == "copysign",
         "ROUNDED": key_weight is not None, "TOGETHER": shape.forward_together, "ONE_STREAM": shape.forward_one_stream,
-        "STAGES": shape.forward_stages, "maxnreg": shape.forward_registers,
+        "FOLD": shape.forward_folds, "STAGES": shape.forward_stages, "maxnreg": shape.forward_registers,
     }  # fmt: skip
     cut = (streams, width, shape.head, shape.tail)
     programs = triton.cdiv(tokens, shape.forward_together)

@@ -1,4 +1,9 @@
-"""The kernels of the Blackwell backend (SM100, SM103): which there are. Without the CuTe DSL.
+"""The kernels of the Blackwell backend (SM100, SM103): which there are, and which one serves a call. Without the CuTe
+DSL.
+
+Each CTA has the tensor cores of its own multiprocessor. Pairs of CTAs that multiply one tile together (cta_group::2)
+would halve what each reads of B; they belong in blackwell_gemm.py, are not built, and what they would gain is not
+measured. A pair's tile must have 256 rows then: with 128, gate and up of an element lie in different warps.
 
 Tensors: M tokens, H hidden size, I intermediate size.
 """
@@ -6,6 +11,8 @@ Tensors: M tokens, H hidden size, I intermediate size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +35,7 @@ BUFFERS = 2
 class Forward:
     """One compiled kernel."""
 
+    kernel: ClassVar[str] = "blackwell_forward"
     dtype: str
     activation: str
     keep_gate_up: bool
@@ -69,6 +77,7 @@ class Forward:
 class Backward:
     """One compiled kernel."""
 
+    kernel: ClassVar[str] = "blackwell_backward"
     dtype: str
     activation: str
     want_h: bool
@@ -103,20 +112,52 @@ class Backward:
         return self.tile.stages * self.tile.stage_bytes + self.buffers * CHUNK_BYTES + BARRIER_BYTES
 
 
+# ------------------------------------------------------------------------------------------------- which one serves
+
 WIDE = Tile(rows=ROWS, columns=256, stages=4, cluster=1, group=8)
 NARROW = Tile(rows=ROWS, columns=128, stages=6, cluster=1, group=8)
-"""For little work: twice as many tiles. No GPU has run either, so nothing says yet where one is faster."""
+"""For little work: twice as many tiles."""
+SQUARE = Tile(rows=ROWS, columns=128, stages=4, cluster=1, group=8)
+"""Of the backward kernel, whatever the size."""
+
+_ENOUGH_TILES = 148
+"""Of the wide kind: one for each multiprocessor of a B200. No GPU has run any of the kernels, so that nothing says yet
+where which one is faster."""
+
+
+class Size(Enum):
+    """What decides how the work is cut up."""
+
+    SMALL = "small"
+    """Little work: wide tiles would leave multiprocessors idle, or lie mostly beyond M."""
+    LARGE = "large"
+
+
+def size_of(tokens: int, hidden: int, inner: int) -> Size:
+    """Wide tiles have 128 rows x 128 columns of h. H does not matter."""
+    wide_tiles = -(-tokens // ROWS) * -(-inner // (WIDE.columns // 2))
+    return Size.SMALL if tokens <= ROWS or wide_tiles < _ENOUGH_TILES else Size.LARGE
 
 
 def forward_configuration(dtype: torch.dtype, activation: str, keep_gate_up: bool, tile: Tile) -> Forward:
     """The forward kernel of a call."""
-    return Forward(str(dtype).removeprefix("torch."), activation, keep_gate_up, tile)
-
-
-SQUARE = Tile(rows=ROWS, columns=128, stages=4, cluster=1, group=8)
-"""Of the backward kernel."""
+    return Forward(_name(dtype), activation, keep_gate_up, tile)
 
 
 def backward_configuration(dtype: torch.dtype, activation: str, want_h: bool, tile: Tile) -> Backward:
     """The backward kernel of a call."""
-    return Backward(str(dtype).removeprefix("torch."), activation, want_h, tile, slots=2 if want_h else 3)
+    return Backward(_name(dtype), activation, want_h, tile, slots=2 if want_h else 3)
+
+
+def configurations(
+    dtype: torch.dtype, activation: str, size: Size, *, biased: bool = False
+) -> tuple[Forward | Backward, ...]:
+    """Every kernel that a call of this kind, or its gradients, may need."""
+    assert not biased, "no kernel adds biases: choose.py declines them"
+    flags, tile = (False, True), NARROW if size is Size.SMALL else WIDE
+    forward = (forward_configuration(dtype, activation, flag, tile) for flag in flags)
+    return *forward, *(backward_configuration(dtype, activation, flag, SQUARE) for flag in flags)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ biases, returns what differs, in words. Biases are a case of their own, since th
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 
@@ -82,7 +83,54 @@ def _fused(
             f"{name} of {what}: relative error {error:.2e}, allowed {bound:.2e}"
             for name, error, bound in _over_bound(ours, plain, exact)
         ]
+    return differences if backend.products is None else differences + _products(backend, device, dtype, steps)
+
+
+_PRODUCT_SHAPE = (2055, 1032, 1352)
+"""(M, H, I): the last tile is a part of one along each."""
+
+
+def _products(backend: choose.Backend, device: torch.device, dtype: torch.dtype, steps: Any) -> list[str]:
+    """The products that follow the backward kernel, in each kernel that they may launch."""
+    assert backend.products is not None
+    module: Any = importlib.import_module(backend.products)
+    generator = torch.Generator().manual_seed(0)
+    tokens, hidden, inner = _PRODUCT_SHAPE
+    differences = []
+    for name, variants in module.VARIANTS.items():
+        for columns, packed in itertools.product(variants, (False, True)):
+            steps.reference()
+            shapes = {"d_gate_up": (tokens, 2 * inner), "x": (tokens, hidden), "weights": (2 * inner, hidden)}
+            shapes |= {"dout": (tokens, hidden), "h": (tokens, inner)}
+            given = {key: torch.randn(*shape, generator=generator).to(device, dtype) for key, shape in shapes.items()}
+            exact = _defined(name, **{key: tensor.double() for key, tensor in given.items()})
+            plain = _defined(name, **given)
+            what = f"{'packed ' if packed else ''}{name} in tiles of {columns} columns"
+            steps.kernel(f"{backend.name} {what} {dtype}")
+            ours = _multiplied(module, name, columns, packed, **given)
+            differences += [
+                f"{key} of {what}: relative error {error:.2e}, allowed {bound:.2e}"
+                for key, error, bound in _over_bound(ours, plain, exact)
+            ]
     return differences
+
+
+def _defined(name: str, d_gate_up: Tensor, x: Tensor, weights: Tensor, dout: Tensor, h: Tensor) -> dict[str, Tensor]:
+    if name == "dx":
+        return {name: d_gate_up @ weights}
+    return {name: d_gate_up.t() @ x if name == "d_weights" else dout.t() @ h}
+
+
+def _multiplied(
+    module: Any, name: str, columns: int, packed: bool, d_gate_up: Tensor, x: Tensor, weights: Tensor, dout: Tensor,
+    h: Tensor,
+) -> dict[str, Tensor]:  # fmt: skip
+    if name == "dx":
+        return {name: module.dx(d_gate_up, *((weights, None) if packed else weights.chunk(2)), columns=columns)}
+    if name == "d_down":
+        return {name: module.d_down(dout, h, columns=columns)}
+    found = module.d_weights(d_gate_up, x, packed=packed, columns=columns)
+    return {name: found[0] if packed else torch.cat(found)}
 
 
 def _shapes(backend: choose.Backend) -> tuple[tuple[int, int, int], ...]:

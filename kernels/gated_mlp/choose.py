@@ -52,6 +52,9 @@ class Backend(backends.Backend):
     fewest_compiled: Callable[[Problem], int | None] = field(default=lambda problem: None)
     """The fewest tokens at which it was measured to win inside `torch.compile` against the library's code there; None
     where it was not. Not asked where the user named the backend."""
+    products: str | None = None
+    """The module of the products that follow the backward kernel, where some are faster than cuBLAS's: `dx`,
+    `d_weights` and `d_down`, with None in place of a result where they are not."""
     max_elements: int | None = None
     """The most elements of one tensor that the kernel can index; None for 64-bit indexing."""
 
@@ -136,6 +139,11 @@ def _hopper_is_compiled(problem: Problem, tokens: int) -> bool:
     return bool(hopper.is_compiled(problem, tokens))
 
 
+def _blackwell_is_compiled(problem: Problem, tokens: int) -> bool:
+    blackwell = importlib.import_module("fusepatch.kernels.gated_mlp.blackwell")
+    return bool(blackwell.is_compiled(problem, tokens))
+
+
 def _cudnn_wins(problem: Problem, tokens: int) -> bool:
     """What NVIDIA published, for B200: the README of cudnn-frontend 1.32, with cuDNN 9.26, at 8192 tokens of this size.
 
@@ -198,6 +206,7 @@ BACKENDS: tuple[Backend, ...] = (
         admits=_fused_wins,
         fewest_tokens=min(_FUSED_WINS.values()),
         fewest_compiled=_fewest_compiled,
+        products="fusepatch.kernels.gated_mlp.hopper_products",
         compiled=_hopper_is_compiled,
     ),
     # On Blackwell the first of the fused route that a GPU there can run.
@@ -241,6 +250,21 @@ BACKENDS: tuple[Backend, ...] = (
         # `python -m benchmarks gated_mlp`. On Blackwell, which it is for, it has not run.
         named_only=True,
         compiled=_triton_gemm_is_compiled,
+    ),
+    Backend(
+        name="blackwell",
+        module="fusepatch.kernels.gated_mlp.blackwell",
+        routes=frozenset({Route.FUSED}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        fused_bias=False,
+        packages=("cutlass", "tvm_ffi"),
+        capabilities=frozenset({(10, 0), (10, 3)}),
+        width_multiple=8,
+        byte_alignment=16,
+        check="fusepatch.kernels.gated_mlp.check",
+        admits=_never,
+        named_only=True,  # it has run on no GPU yet
+        compiled=_blackwell_is_compiled,
     ),
     # The op itself takes biases on every route. The fused route declines them here, though the GPU's kernels take them,
     # so that the route taken in a rehearsal on a CPU is the one that a GPU takes by itself: no size is admitted yet.

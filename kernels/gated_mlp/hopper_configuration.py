@@ -5,8 +5,10 @@ Tensors: M tokens, H hidden size, I intermediate size.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +16,9 @@ from ..cute.tile import BARRIER_BYTES, SHARED_LIMIT, Tile
 
 FORWARD_BUFFERS = 2
 """Of the forward kernel's epilogue, per warp group."""
+ARCH = "sm_90a"
+PRODUCT_CHUNK = 32
+"""Columns that the product kernel's epilogue stores at a time, of 64 rows: two buffers leave room for five stages."""
 CHUNK = 64
 """Columns that the backward kernel's epilogue works on at a time, of 64 rows."""
 CHUNK_BYTES = 64 * CHUNK * 2
@@ -23,6 +28,7 @@ CHUNK_BYTES = 64 * CHUNK * 2
 class Forward:
     """One compiled kernel."""
 
+    kernel: ClassVar[str] = "hopper_forward"
     dtype: str
     activation: str
     keep_gate_up: bool
@@ -64,6 +70,7 @@ class Forward:
 class Backward:
     """One compiled kernel."""
 
+    kernel: ClassVar[str] = "hopper_backward"
     dtype: str
     activation: str
     want_h: bool
@@ -99,12 +106,52 @@ class Backward:
         return self.tile.stages * self.tile.stage_bytes + self.buffers * CHUNK_BYTES + BARRIER_BYTES
 
 
+@dataclass(frozen=True)
+class Product:
+    """One compiled kernel."""
+
+    kernel: ClassVar[str] = "hopper_product"
+    dtype: str
+    b_by_k: bool
+    """Whether what lies side by side in B is neighbours along K; else along the columns of C."""
+    transposed: bool
+    """Whether what lies side by side in the result is one of its columns."""
+    sources: int
+    """Pairs of operands whose products are added up: 1 or 2."""
+    outputs: int
+    """Products over the same A: 1 or 2."""
+    tile: Tile
+
+    def __post_init__(self) -> None:
+        tile = self.tile
+        assert tile.rows % 64 == 0 and tile.columns % PRODUCT_CHUNK == 0 and 64 <= tile.columns <= 256, self
+        assert tile.cluster in (1, 2) and self.sources * self.outputs in (1, 2) and self.parts % FORWARD_BUFFERS == 0
+        assert self.shared_bytes <= SHARED_LIMIT, self
+
+    @property
+    def parts(self) -> int:
+        """Chunks of a tile."""
+        return self.tile.rows // 64 * (self.tile.columns // PRODUCT_CHUNK)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, at most."""
+        return self.tile.stages * self.tile.stage_bytes + 2 * FORWARD_BUFFERS * 64 * PRODUCT_CHUNK * 2 + BARRIER_BYTES
+
+
 # ------------------------------------------------------------------------------------------------- which one serves
 
 _ENOUGH_TILES = 100
 """Of the large kind, for the 132 multiprocessors of an H200. Large over small, measured: at H 1024, I 3072 forward 1.08
 with 64 tiles, 0.74 with 128; backward 1.42 and 1.12, then 0.86 with 256. At H 4096, I 14336 with M 256: 0.68 and 0.96;
 with M 128, where half of every cluster is empty, 1.33 and 1.65."""
+
+
+@functools.cache
+def clusters_of(device: torch.device) -> int:
+    """How many clusters of two the GPU holds at once: one CTA per multiprocessor."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count // 2
 
 
 class Size(Enum):
@@ -132,8 +179,8 @@ def forward_configuration(
         shape = Tile(rows=64, columns=128, stages=8, cluster=1, group=8)
     else:
         # 128 x (96 + 96) was the fastest of five shapes at each of three sizes on an H200, the cluster of two gave 3 to
-        # 7 %; groups of 4, 8 and 16, and hints to L2, are within 2 % of each other and none is ahead everywhere.
-        shape = Tile(rows=128, columns=192, stages=5, cluster=2, group=8)
+        # 7 %. Groups of 2, 4 and 16 took 0.97 of the time of 8 at (8192, 5120, 17408), and 1.00 at two smaller sizes.
+        shape = Tile(rows=128, columns=192, stages=5, cluster=2, group=4)
     return Forward(_name(dtype), activation, keep_gate_up, biased, shape)
 
 
@@ -143,7 +190,8 @@ def backward_configuration(dtype: torch.dtype, activation: str, want_h: bool, si
     if size is Size.SMALL:
         shape = Tile(rows=64, columns=128, stages=6, cluster=1, group=8)
     else:
-        shape = Tile(rows=128, columns=192, stages=4, cluster=2, group=4)
+        # Groups of 8 over 4, from H 2048 on: 0.99 to 1.00.
+        shape = Tile(rows=128, columns=192, stages=4, cluster=2, group=4 if size is Size.SHALLOW else 8)
     # On an H200, over cuBLAS's GEMM alone: with H 1024, 1.12 so and 1.25 to 1.27 with a lag of 1, which frees slots
     # later; with H 2048, 1.00 with the lag and 1.04 without; from H 4096 on all are within 3 %.
     shallow = size is Size.SHALLOW
@@ -158,6 +206,76 @@ def configurations(
     flags = (False, True)
     forward = (forward_configuration(dtype, activation, flag, size, biased=biased) for flag in flags)
     return *forward, *(backward_configuration(dtype, activation, flag, size) for flag in flags)
+
+
+# ------------------------------------------------------------------------------------------- products and their rule
+
+
+class Kind(Enum):
+    """The products that follow the backward kernel."""
+
+    DX = "dx"
+    D_WEIGHTS = "d_weights"
+    """Of gate and up, in one launch."""
+    D_DOWN = "d_down"
+
+
+COLUMNS = {Kind.DX: (192, 160), Kind.D_WEIGHTS: (192,), Kind.D_DOWN: (192,)}
+"""What a tile may have. Where columns of B are contiguous, as they are in the other two, only multiples of 64."""
+_FULL = 0.965
+"""Of the work of all multiprocessors in all rounds of tiles, what must be there for the result.
+
+H200, time over cuBLAS's at this fraction: both weights' gradients 0.95 (0.981), 0.96 (0.979), 0.97 (0.970), 1.01
+(0.940); the down projection's 0.96 (0.981), 0.99 (0.970), 1.01 (0.953), 1.13 (0.867). By `python -m benchmarks
+gated_mlp_kernels`, with this set to 0 for those that lose.
+"""
+_FEWEST_TOKENS = 8192
+"""With fewer nothing was measured."""
+
+
+def product_configuration(
+    kind: Kind,
+    dtype: torch.dtype,
+    tokens: int,
+    hidden: int,
+    inner: int,
+    clusters: int,
+    columns: int | None = None,
+) -> Product | None:
+    """The product kernel of a call, on a GPU that holds so many clusters; None where cuBLAS is faster, or may be.
+
+    With `columns` given it is the one with that many, whatever the size.
+    """
+    outputs = 2 if kind is Kind.D_WEIGHTS else 1
+    if columns is None:
+        if tokens < _FEWEST_TOKENS:
+            return None
+        across = tokens if kind is Kind.DX else inner
+        columns = max(COLUMNS[kind], key=lambda each: _fullness(hidden, across, outputs, clusters, each))
+        if _fullness(hidden, across, outputs, clusters, columns) < _FULL:
+            return None
+    return Product(
+        dtype=_name(dtype),
+        b_by_k=kind is Kind.DX,
+        transposed=kind is not Kind.D_DOWN,
+        sources=2 if kind is Kind.DX else 1,
+        outputs=outputs,
+        tile=Tile(rows=128, columns=columns, stages=5, cluster=2, group=4),
+    )
+
+
+def product_configurations(
+    dtype: torch.dtype, tokens: int, hidden: int, inner: int, clusters: int
+) -> tuple[Product, ...]:
+    """Every product kernel that a call may need."""
+    found = (product_configuration(kind, dtype, tokens, hidden, inner, clusters) for kind in Kind)
+    return tuple(each for each in found if each is not None)
+
+
+def _fullness(rows: int, across: int, outputs: int, clusters: int, columns: int) -> float:
+    """Elements of the result over those that all rounds of tiles, of 256 rows per cluster, have room for."""
+    tiles = -(-rows // 256) * -(-across // columns) * outputs
+    return rows * across * outputs / (-(-tiles // clusters) * clusters * 256 * columns)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the g
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +160,11 @@ def _kernels(backend: Backend) -> Any:
     return load(backend)
 
 
+def _products(backend: Backend) -> Any:
+    """The backend's own products, for `gradients`. None where it has none, or where a dispatch mode looks on."""
+    return None if backend.products is None or _dispatch_stack() else importlib.import_module(backend.products)
+
+
 @dataclass(frozen=True)
 class _Call:
     """What of a call is no tensor, and the two fused kernels as the chosen backend has them."""
@@ -248,8 +254,9 @@ class _GatedMLP(Function):
         d_gate_up_M2I = None
         if ctx.past_gate_up:
             d_gate_up_M2I, h_MI = call.backward(dout_MH, down_weight, gate_up_M2I, want_h=need_down)
-        weights = (gate_weight, up_weight)
-        dx, *rest = gradients(ctx.needs_input_grad[2:], call.packed, d_gate_up_M2I, h_MI, dout_MH, x_MH, *weights)
+        products = _products(call.backend)
+        operands = d_gate_up_M2I, h_MI, dout_MH, x_MH, gate_weight, up_weight
+        dx, *rest = gradients(ctx.needs_input_grad[2:], call.packed, *operands, products)
         return None, None, None if dx is None else dx.view(ctx.x_shape), *rest
 
 
@@ -262,27 +269,39 @@ def gradients(
     x_MH: Any,
     gate_weight: Any,
     up_weight: Any,
+    products: Any = None,
 ) -> tuple[Tensor | None, ...]:
     """The plain GEMMs and sums that follow the fused kernel: the gradients of x [M, H], gate_weight, up_weight,
     down_weight, gate_bias, up_bias and down_bias that `needs` asks for. What they do not read may be None.
+
+    `products` has some of the GEMMs, where they are faster than cuBLAS's: as hopper_products.py.
     """
     need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = needs
-    dx = d_gate_weight = d_up_weight = d_gate_bias = d_up_bias = None
+    dx = d_gate_weight = d_up_weight = d_down_weight = d_gate_bias = d_up_bias = None
+    if products is not None:
+        if need_x:
+            dx = products.dx(d_gate_up_M2I, gate_weight, up_weight)
+        if need_gate and (packed or need_up):
+            d_gate_weight, d_up_weight = products.d_weights(d_gate_up_M2I, x_MH, packed=packed)
+        if need_down:
+            d_down_weight = products.d_down(dout_MH, h_MI)
+        need_x, need_down = need_x and dx is None, need_down and d_down_weight is None
+        need_gate, need_up = need_gate and d_gate_weight is None, need_up and d_up_weight is None
     if d_gate_up_M2I is not None:
         inner = d_gate_up_M2I.shape[1] // 2
         d_gate_MI, d_up_MI = d_gate_up_M2I[:, :inner], d_gate_up_M2I[:, inner:]
         if packed:
-            dx = d_gate_up_M2I @ gate_weight if need_x else None
-            d_gate_weight = d_gate_up_M2I.t() @ x_MH if need_gate else None
+            dx = d_gate_up_M2I @ gate_weight if need_x else dx
+            d_gate_weight = d_gate_up_M2I.t() @ x_MH if need_gate else d_gate_weight
             d_gate_bias = d_gate_up_M2I.sum(0) if need_gate_bias else None
         else:
-            dx = _plus_product(d_gate_MI @ gate_weight, d_up_MI, up_weight) if need_x else None
+            dx = _plus_product(d_gate_MI @ gate_weight, d_up_MI, up_weight) if need_x else dx
             # Two tensors, never halves of one: two .grad fields must not share storage.
-            d_gate_weight = d_gate_MI.t() @ x_MH if need_gate else None
-            d_up_weight = d_up_MI.t() @ x_MH if need_up else None
+            d_gate_weight = d_gate_MI.t() @ x_MH if need_gate else d_gate_weight
+            d_up_weight = d_up_MI.t() @ x_MH if need_up else d_up_weight
             d_gate_bias = d_gate_MI.sum(0) if need_gate_bias else None
             d_up_bias = d_up_MI.sum(0) if need_up_bias else None
-    d_down_weight = dout_MH.t() @ h_MI if need_down else None
+    d_down_weight = dout_MH.t() @ h_MI if need_down else d_down_weight
     d_down_bias = dout_MH.sum(0) if need_down_bias else None
     return dx, d_gate_weight, d_up_weight, d_down_weight, d_gate_bias, d_up_bias, d_down_bias
 
