@@ -71,7 +71,7 @@ CONFIGS: dict[str, Callable[[int], nn.Module]] = {
     "gemma3": _llama_like("Gemma3", head_dim=HIDDEN // HEADS, query_pre_attn_scalar=HIDDEN // HEADS),
     "phi3": _llama_like("Phi3"),
     "fla-transformer": _fla("transformer", "Transformer", num_heads=HEADS),
-    "fla-gdn": _fla("gated_deltanet", "GatedDeltaNet", num_heads=4, head_dim=96, expand_v=1.0),
+    "fla-gdn": _fla("gated_deltanet", "GatedDeltaNet", num_heads=6, head_dim=64, expand_v=1.0),
 }
 """By the name that the command line takes: builds a model of so many layers."""
 
