@@ -426,16 +426,14 @@ def _graph_of(arm: Arm) -> Arm:
 
 
 VARIANTS: Mapping[str, Mapping[str, int]] = {
-    "forward_per_token": {"forward_stages": 1, "forward_programs": 0},
-    "forward_per_token_ring": {"forward_programs": 0},
-    "forward_2_warps": {"forward_warps": 2, "forward_stages": 2, "forward_programs": 4},
-    "forward_4_programs": {"forward_stages": 2, "forward_programs": 4},
-    "forward_one_stream": {"forward_one_stream": True, "forward_programs": 3},
-    "forward_one_stream_4_stages": {"forward_one_stream": True, "forward_stages": 4},
-    "backward_cached_weight": {"backward_copies_weight": False},
-    "backward_cached_weight_3_stages": {"backward_copies_weight": False, "backward_stages": 3},
-    "backward_cached_weight_5_stages": {"backward_copies_weight": False, "backward_stages": 5},
-    "backward_sum_64_rows": {"sum_rows": 64, "sum_columns": 32},
+    "forward_2_programs_3_stages": {"forward_programs": 2, "forward_stages": 3},
+    "forward_one_stream": {"forward_one_stream": True},
+    "forward_one_stream_4_stages": {"forward_one_stream": True, "forward_programs": 2, "forward_stages": 4},
+    "forward_8_warps_3_programs": {"forward_warps": 8, "forward_programs": 3},
+    "two_sums": {"by_thread": False},
+    "backward_3_stages": {"backward_stages": 3},
+    "backward_16_warps": {"backward_warps": 16},
+    "backward_sum_128_rows": {"sum_rows": 128},
 }
 """Other launch shapes of the kernels, to be measured against the usual one: `--arms fusepatch_plan,variants`."""
 

@@ -187,8 +187,8 @@ def launcher(compiled: Build) -> Launch:
     return run
 
 
-def edited(ptx: str, pattern: str, replacement: Any, count: int = 0) -> str:
+def edited(ptx: str, pattern: str, replacement: Any, count: int = 0, flags: int = re.DOTALL) -> str:
     """With as many places as `count` says (0: all) changed, of which there must be one."""
-    changed, places = re.subn(pattern, replacement, ptx, count=count, flags=re.DOTALL)
+    changed, places = re.subn(pattern, replacement, ptx, count=count, flags=flags)
     assert places, f"nothing to change: {pattern}"
     return changed

@@ -9,9 +9,9 @@ Modelled after the PTX ISA: mbarriers with their phases, arrivals and transactio
 shared-memory descriptors with the 128-byte swizzle, and its instruction descriptor; the lanes of tensor memory that a
 warp can reach; tcgen05.commit; bulk groups. Rules without which hardware promises nothing are errors here: a generic
 write that TMA reads without a fence of its proxy, tcgen05 after a wait without a fence, registers that are read before
-`wait::ld`, tensor memory that is not allocated, an `.aligned` instruction by a part of a warp, an mbarrier that no fence
-has shown to TMA and the tensor cores, a store by TMA of what a warp's lanes have written without `bar.warp.sync` or a
-barrier behind it, a right to allocate that is never given back.
+`wait::ld`, tensor memory that is not allocated, an `.aligned` instruction by a part of a warp, an mbarrier that no
+fence has shown to TMA and the tensor cores, a store by TMA of what a warp's lanes have written without `bar.warp.sync`
+or a barrier behind it, a right to allocate that is never given back.
 
 A TMA descriptor is read as the CUDA library writes it: its layout is nowhere documented, and was found by differences.
 Not modelled, so that what they order goes unseen when it is missing: caches, the order of generic writes to shared

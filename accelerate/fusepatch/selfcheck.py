@@ -260,6 +260,8 @@ def _write(path: Path, found: Verdict, key: dict[str, str]) -> None:
 def run(check: Check, device: torch.device, *, limit_s: float = CHILD_LIMIT_S) -> Verdict:
     """Runs the check in a child process now, and judges what it left behind."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("FUSEPATCH")}
+    # What the child compiles is then here for this process.
+    environment[f"{settings.PREFIX}_CACHE_DIR"] = str(settings.current().cache_dir)
     command = [sys.executable, "-m", "fusepatch.selfcheck_child", check.module, check.case, str(device)]
     # -m puts the working folder first on sys.path: with ours as that, the child finds this very fusepatch, and no
     # module of the user's hides one of torch's.

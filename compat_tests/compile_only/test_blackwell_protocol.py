@@ -1,6 +1,7 @@
-"""Who waits for whom in the Blackwell kernels, in the model of the GPU: for no tile, one and many, and what goes unseen.
+"""Who waits for whom in the Blackwell kernels, in the model of the GPU: for no tile, one and many, and with faults.
 
-Beside the faults of test_blackwell.py, and as there: each is something that someone could write, as an edit of the PTX.
+These faults are beside those of test_blackwell.py, and as there: something that someone could write, as an edit of the
+PTX.
 Legend as in blackwell_forward.py.
 """
 
@@ -13,7 +14,21 @@ from dataclasses import replace
 import machine_code
 import ptx_machine
 import pytest
-from blackwell_kernels import OFTEN, Build, Call, Configuration, Launch, builder, edited, launcher, named, needs_a_compiler
+from blackwell_kernels import (
+    ARCHS,
+    EVERY,
+    OFTEN,
+    Build,
+    Call,
+    Configuration,
+    Launch,
+    builder,
+    edited,
+    kinds,
+    launcher,
+    named,
+    needs_a_compiler,
+)
 from ptx_machine import Fault, Program, parse
 
 from fusepatch.kernels.gated_mlp.blackwell_configuration import Backward
@@ -32,7 +47,7 @@ def launch(compiled: Build) -> Launch:
     return launcher(compiled)
 
 
-# ------------------------------------------------------------------------------------------------- no tile, one and many
+# ------------------------------------------------------------------------------------------------ no tile, one and many
 
 
 def run_beyond_the_tiles(call: Call, program: Program, seeds: range) -> dict[str, int]:
@@ -56,7 +71,7 @@ def run_beyond_the_tiles(call: Call, program: Program, seeds: range) -> dict[str
     return done
 
 
-@pytest.mark.parametrize("configuration", OFTEN[:3], ids=named)
+@pytest.mark.parametrize("configuration", kinds(3))
 def test_a_block_without_a_tile_ends_and_does_nothing(launch: Launch, configuration: Configuration) -> None:
     """No kernel is launched so today; it holds for any grid."""
     call = launch(configuration, 128, 64, 64, 1)
@@ -96,13 +111,40 @@ def test_a_loop_that_runs_at_least_once_is_seen(compiled: Build, launch: Launch,
         ptx = edited(
             kernel.artifacts.PTX,
             first_check,
-            lambda match, place=place, numbers=numbers: f"mov.pred {match[1]}, 0;" if next(numbers) == place else match[0],
+            lambda match, place=place, numbers=numbers: (
+                f"mov.pred {match[1]}, 0;" if next(numbers) == place else match[0]
+            ),
         )
         with pytest.raises(Fault):
             run_beyond_the_tiles(call, parse(ptx), range(4))
 
 
-# ------------------------------------------------------------------------------------------------------- what goes unseen
+@pytest.mark.parametrize("steps", ["one", "one less than", "as many as", "one more than"])
+@pytest.mark.parametrize("configuration", kinds(3))
+def test_as_many_steps_as_stages(launch: Launch, configuration: Configuration, steps: str) -> None:
+    """Of K, about as many as there are stages, of one tile and of one more than there are accumulators."""
+    stages = configuration.tile.stages
+    k_tiles = {"one": 1, "one less than": stages - 1, "as many as": stages, "one more than": stages + 1}[steps]
+    for tiles in (1, 3):
+        call = launch(configuration, 128 * (tiles - 1) + 1, 64 * k_tiles, 8, 1)
+        assert call.launched.grid[0] == 1
+        call.run(seed=k_tiles)
+        assert max(call.errors().values()) < 5e-4
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each not in OFTEN[:2]), id=named(each)) for each in EVERY],
+)
+def test_the_program_is_the_same_on_sm_103(compiled: Build, configuration: Configuration) -> None:
+    """So what is said of the PTX of sm_100a, here and in test_blackwell_maps.py, is said of both."""
+    programs = [compiled(configuration, arch)[0].artifacts.PTX for arch in ARCHS]
+    assert [len(re.findall(r"^\.target .*$", ptx, re.MULTILINE)) for ptx in programs] == [1, 1]
+    first, second = (edited(ptx, r"^\.target [^\n]*", "", flags=re.MULTILINE) for ptx in programs)
+    assert first == second
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
 
 
 def is_seen(call: Call, ptx: str, seeds: int = 12) -> bool:
@@ -113,19 +155,32 @@ def is_seen(call: Call, ptx: str, seeds: int = 12) -> bool:
             call.run(seed, program)
         except Fault:
             return True
+        except NotImplementedError as error:
+            if "cta_group::2" in str(error):  # the model knows no pairs of CTAs: nothing of ours is for them
+                return True
+            raise
         if max(call.errors().values()) > 5e-4:
             return True
     return False
 
 
-_WAIT = r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*mbarrier\.try_wait\.parity\.shared\.b64 P1, (\[[^\]]*\]), (%r\d+), \d+;.*?DONE:\s*\}"
+@pytest.mark.parametrize("configuration", BOTH, ids=named)
+def test_what_is_right_is_not_taken_for_a_fault(compiled: Build, launch: Launch, configuration: Configuration) -> None:
+    kernel, _ = compiled(configuration)
+    assert not is_seen(launch(configuration, 520, 456, 72, 1), kernel.artifacts.PTX, seeds=1)
+
+
+_WAIT = (
+    r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*"
+    r"mbarrier\.try_wait\.parity\.shared\.b64 P1, (\[[^\]]*\]), (%r\d+), \d+;.*?DONE:\s*\}"
+)
 
 
 def waits_in_loops(ptx: str) -> list[re.Match[str]]:
     """All but those with which a warp lets what it has started come to an end.
 
-    Forward: for a free stage, free accumulators, a full stage, full accumulators. Backward: for a free stage, a free slot,
-    one whose results are done, free accumulators, a full stage, full accumulators, a full slot.
+    Forward: for a free stage, free accumulators, a full stage, full accumulators. Backward: for a free stage, a free
+    slot, one whose results are done, free accumulators, a full stage, full accumulators, a full slot.
     """
     labels = {match[1]: match.start() for match in re.finditer(r"^(\$L\w+):", ptx, re.MULTILINE)}
     jumps = [(labels[match[1]], match.start()) for match in re.finditer(r"bra(?:\.uni)?\s+(\$L\w+);", ptx)]
@@ -229,9 +284,7 @@ FAULTS: dict[str, Callable[[str], str]] = {
     "lanes are brought together before their fences": lambda ptx: edited(
         ptx, r"(fence\.proxy\.async\S*;)(\s+)(bar\.warp\.sync\s+-1;)", r"\3\2\1"
     ),
-    "a commit for a pair of CTAs": lambda ptx: edited(
-        ptx, r"(tcgen05\.commit\.cta_group::)1", r"\g<1>2"
-    ),
+    "a commit for a pair of CTAs": lambda ptx: edited(ptx, r"(tcgen05\.commit\.cta_group::)1", r"\g<1>2"),
 }
 
 
@@ -252,8 +305,4 @@ FAULTS: dict[str, Callable[[str], str]] = {
 )
 def test_a_fault_is_seen(compiled: Build, launch: Launch, configuration: Configuration, fault: str) -> None:
     kernel, _ = compiled(configuration)
-    ptx = FAULTS[fault](kernel.artifacts.PTX)
-    try:
-        assert is_seen(launch(configuration, 520, 456, 72, 1), ptx)
-    except NotImplementedError as error:  # no instruction of theirs is of a pair of CTAs
-        assert "cta_group::2" in str(error)
+    assert is_seen(launch(configuration, 520, 456, 72, 1), FAULTS[fault](kernel.artifacts.PTX))

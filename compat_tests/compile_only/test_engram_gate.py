@@ -83,7 +83,8 @@ def forward_of(streams: int, width: int, capability: int, dtype: str = "bf16", *
     shape = sizes.shape_of(streams, width, ITEM[dtype], weights=2 if changes.get("ROUNDED") else 1)
     constants = {"STREAMS": streams, "WIDTH": width, "HEAD": shape.head, "TAIL": shape.tail, "MASKED": False}
     constants |= {"RESIDUAL": True, "COPYSIGN": True, "ROUNDED": False, "TOGETHER": shape.forward_together}
-    constants |= {"ONE_STREAM": shape.forward_one_stream, "STAGES": shape.forward_stages, **changes}
+    constants |= {"ONE_STREAM": shape.forward_one_stream, "THREADS": shape.forward_threads}
+    constants |= {"STAGES": shape.forward_stages, **changes}
     kernel, most = kernels._forward_kernel, shape.forward_registers
     return compiled(kernel, tuple(constants.items()), shape.forward_warps, capability, most, dtype), shape
 
@@ -92,7 +93,7 @@ def backward_of(streams: int, width: int, capability: int, dtype: str = "bf16", 
     shape = sizes.shape_of(streams, width, ITEM[dtype])
     constants = {"STREAMS": streams, "WIDTH": width, "HEAD": shape.head, "TAIL": shape.tail, "MASKED": False}
     constants |= {"RESIDUAL": True, "WANT_WEIGHT": True, "HELD": shape.held, "STAGES": shape.backward_stages}
-    constants |= {"COPY_WEIGHT": shape.backward_copies_weight, **changes}
+    constants |= {"COPY_WEIGHT": shape.backward_copies_weight, "THREADS": shape.backward_threads, **changes}
     kernel, warps = kernels._backward_kernel, shape.backward_warps
     return compiled(kernel, tuple(constants.items()), warps, capability, dtype=dtype), shape
 
@@ -133,7 +134,10 @@ def test_forward(tmp_path: Path, width: int, form: str, capability: int) -> None
     # The ring: rows are copied to shared memory ahead of their use, each once, and 16 bytes at a time.
     found = names(code)
     assert found["LDGSTS"]
-    assert found["LDG"] <= 8 * (form == "masked")  # of the mask
+    # What is loaded directly: the mask, and rows once more where a dot is next to 0, a few columns at a time.
+    assert not any(re.match(r"LDG\b.*\.128", line) for line in code)
+    assert bool(found["LDG"]) == (form != "rounded")
+    assert found["BAR"] <= 8 or form == "rounded"  # three or four where threads' sums meet, the others next to 0
     assert any(line.startswith("STG.E.128") for line in code)
 
 

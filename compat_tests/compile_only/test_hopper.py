@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import sys
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import machine_code
 import pytest
 import torch
+from plain_products import PlainProducts, with_products
 from torch import Tensor
 
 from fusepatch import selfcheck, settings
@@ -381,47 +381,14 @@ def test_the_self_check_sees_a_fault(
 # ----------------------------------------------------------------------------------------------- the backend's products
 
 
-class _Products(types.ModuleType):
-    """Products in plain PyTorch, which say what they were asked for and leave out what they are told to."""
-
-    def __init__(self, *left_out: str) -> None:
-        super().__init__("products_in_plain_pytorch")
-        self.left_out, self.asked = left_out, list[str]()
-        self.VARIANTS = {"dx": (192, 160), "d_weights": (192,), "d_down": (192,)}
-
-    def _serves(self, name: str) -> bool:
-        self.asked.append(name)
-        return name not in self.left_out
-
-    def dx(self, d_gate_up: Tensor, gate: Tensor, up: Tensor | None, *, columns: int | None = None) -> Tensor | None:
-        weights = gate if up is None else torch.cat([gate, up])
-        return d_gate_up @ weights if self._serves("dx") else None
-
-    def d_weights(
-        self, d_gate_up: Tensor, x: Tensor, *, packed: bool, columns: int | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if not self._serves("d_weights"):
-            return None, None
-        joined = d_gate_up.t() @ x
-        return (joined, None) if packed else (joined.chunk(2)[0].clone(), joined.chunk(2)[1].clone())
-
-    def d_down(self, dout: Tensor, h: Tensor, *, columns: int | None = None) -> Tensor | None:
-        return dout.t() @ h if self._serves("d_down") else None
-
-
-def _with_products(monkeypatch: pytest.MonkeyPatch, products: types.ModuleType) -> choose.Backend:
-    monkeypatch.setitem(sys.modules, products.__name__, products)
-    return dataclasses.replace(choose.REFERENCE, products=products.__name__)
-
-
 @pytest.mark.parametrize("left_out", [(), ("dx",), ("d_weights",), ("d_down",), ("dx", "d_weights", "d_down")], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_gradient_is_there_whoever_multiplies(
     monkeypatch: pytest.MonkeyPatch, packed: bool, left_out: tuple[str, ...]
 ) -> None:
     """For every choice of wanted gradients; and nobody multiplies for one that is not wanted."""
-    products = _Products(*left_out)
-    backend = _with_products(monkeypatch, products)
+    products = PlainProducts(*left_out)
+    backend = with_products(monkeypatch, products)
     weights = torch.randn(48, 16, dtype=torch.float64)
     x, down = torch.randn(5, 16, dtype=torch.float64), torch.randn(16, 24, dtype=torch.float64)
     tensors = [x, weights, None, down] if packed else [x, *(half.clone() for half in weights.chunk(2)), down]
@@ -443,13 +410,13 @@ def test_every_gradient_is_there_whoever_multiplies(
 
 def test_the_self_check_covers_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_PRODUCT_SHAPE", (7, 24, 40))
-    right = _Products()
-    backend = _with_products(monkeypatch, right)
+    right = PlainProducts()
+    backend = with_products(monkeypatch, right)
     assert check._products(backend, torch.device("cpu"), torch.bfloat16, _Steps()) == []
     assert sorted(right.asked) == sorted(["dx"] * 4 + ["d_weights"] * 2 + ["d_down"] * 2)
     for name in ("dx", "d_weights", "d_down"):
-        wrong = _Products()
-        backend = _with_products(monkeypatch, wrong)
+        wrong = PlainProducts()
+        backend = with_products(monkeypatch, wrong)
         plain = getattr(wrong, name)
 
         def swapped(first: Tensor, *rest: Any, plain: Any = plain, **options: Any) -> Any:

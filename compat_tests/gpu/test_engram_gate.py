@@ -133,6 +133,30 @@ def test_dots_of_zero_and_the_clamp(zero_dot: str) -> None:
         assert relative_error(found[name][4:], exact[name][4:]) < 1e-3
 
 
+def test_dots_next_to_zero_are_not_those_of_a_sum_in_fp32() -> None:
+    """Of random tokens, of which the nearest to 0 make most of the error of the weight's gradient."""
+    tokens, streams, width = 4096, 4, 5120
+    p = inputs(tokens, streams, width)
+    p["kv"].normal_(generator=torch.Generator("cuda").manual_seed(1))
+    key, value = op.split_keys(p["kv"][:, : streams * width], streams), p["kv"][:, streams * width :]
+
+    def dots_of(forward: Any) -> Tensor:
+        out, saved = torch.empty_like(p["x"]), torch.empty(tokens, streams, 4, device=CUDA)
+        forward(p["x"], key, value, p["weight"], None, 1e-20, True, "copysign", out_MSD=out, saved_MS4=saved)
+        return saved[..., 1].double()
+
+    exact = torch.cat([
+        (x.double() * p["weight"].double() * k.double()).sum(-1)
+        / (x.double().norm(dim=-1) * k.double().norm(dim=-1)) * width**0.5
+        for x, k in zip(p["x"].split(512), key.split(512), strict=True)
+    ])  # fmt: skip
+    near = exact.abs() < 9e-4
+    assert near.sum() > 2
+    ours, plain = (dots_of(backends.load(TRITON).engram_forward)), dots_of(reference.engram_forward)
+    assert (ours - exact)[near].norm() < 0.05 * (plain - exact)[near].norm()
+    assert ((ours - exact) / exact)[near].abs().max() < 1e-5
+
+
 def test_masked_tokens_may_hold_anything() -> None:
     p = inputs(9, 4, 5120)
     mask = torch.arange(9, device=CUDA) % 2 == 0

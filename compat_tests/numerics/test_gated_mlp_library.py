@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_products import PlainProducts, with_products
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
@@ -86,6 +87,31 @@ def test_gated_mlp(packed: bool, bias: bool, frozen: tuple[int, ...]) -> None:
     assert torch.equal(out, expected)
     gradients = torch.autograd.grad(expected, present, rand(M, H))
     assert all(torch.equal(one, other) for one, other in zip(found, gradients, strict=True))
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> PlainProducts:
+    made = PlainProducts()
+    backend = with_products(monkeypatch, made)
+    monkeypatch.setattr(library, "_named", lambda name: backend)
+    return made
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_products(products: PlainProducts, packed: bool) -> None:
+    d_gate_up, weights = rand(M, 2 * INNER), (rand(2 * INNER, H), None) if packed else (rand(INNER, H), rand(INNER, H))
+    opcheck(FUSED.product_dx.default, (d_gate_up, *weights, "reference"))
+    opcheck(FUSED.product_d_weights.default, (d_gate_up, rand(M, H), packed, "reference"))
+    opcheck(FUSED.product_d_down.default, (rand(M, H), rand(M, INNER), "reference"))
+    assert {"dx", "d_weights", "d_down"} == set(products.asked)
+
+
+def test_flops_of_products(products: PlainProducts) -> None:
+    with FlopCounterMode(display=False) as counter:
+        FUSED.product_dx(rand(M, 2 * INNER), rand(INNER, H), rand(INNER, H), "reference")
+        FUSED.product_d_weights(rand(M, 2 * INNER), rand(M, H), False, "reference")
+        FUSED.product_d_down(rand(M, H), rand(M, INNER), "reference")
+    assert counter.get_total_flops() == 2 * M * H * INNER * 5
 
 
 def test_gated_mlp_without_gradients() -> None:

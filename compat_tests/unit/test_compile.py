@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_products import PlainProducts, with_products
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -293,6 +294,27 @@ def test_fewer_tokens_than_it_won_with_get_the_librarys_code(
         served += ["fusepatch.gated_mlp.default" in graph for graph in graphs.forward[before:]]
     # With dynamic shapes one graph of each kind serves all.
     assert served == ([True, False] if dynamic else [True, False, True, False, True])
+
+
+@pytest.mark.parametrize("left_out", [(), ("dx",), ("d_weights", "d_down")], ids=str)
+@pytest.mark.parametrize("kind", ["separate", "packed"])
+def test_products_of_the_backends_own_are_operators_too(
+    monkeypatch: pytest.MonkeyPatch, kind: str, left_out: tuple[str, ...]
+) -> None:
+    """Of the number of tokens it is known in a graph which serve; where it is a symbol, none does."""
+    mlp = tiny_llama_mlp() if kind == "separate" else small("Phi3").model.layers[0].mlp
+    x = torch.randn(24, 64)
+    expected = step(mlp, x)
+    products = PlainProducts(*left_out)
+    backend = with_products(monkeypatch, products)
+    monkeypatch.setattr(library, "_named", lambda name: backend)
+    fusepatch.accelerate()
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        graphs = Graphs()
+        same(step(compiled(mlp, graphs, dynamic=dynamic), x.clone().requires_grad_()), expected)
+        for name in ("dx", "d_weights", "d_down"):
+            assert graphs.count(f"product_{name}") == (not dynamic and name not in left_out), name
 
 
 def expected_of(model: nn.Module, x: Tensor) -> Tensor:

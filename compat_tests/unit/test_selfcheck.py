@@ -69,6 +69,15 @@ def test_the_check_notices_rounding_that_truncates() -> None:
     assert found.outcome is Outcome.FAILED
 
 
+def test_the_child_keeps_what_it_compiles_where_this_process_looks(tmp_path: Path) -> None:
+    (tmp_path / "saying_check.py").write_text(
+        "import os\ndef run(case, device, steps):\n"
+        "    return sorted(f'{name}={text}' for name, text in os.environ.items() if name.startswith('FUSEPATCH'))\n"
+    )
+    found = selfcheck.run(Check("saying_check", "any"), CPU)
+    assert found.what == f"FUSEPATCH_CACHE_DIR={tmp_path / 'cache'}"  # and no other variable of ours
+
+
 LAUNCH = "    (outer, rows, width), strides = geometry\n"
 FAULTS = {
     "wrong constant": (GELU, "0.7071067811865476", "0.70", "h of"),

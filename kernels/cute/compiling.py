@@ -47,9 +47,14 @@ def compiled(configuration: Configuration, build: Callable[[Configuration, str],
         with _lock:  # autograd runs backward passes on threads of its own, and the DSL traces into a global
             launch = _compiled.get((configuration, arch))
             if launch is None:
-                options = f"--enable-tvm-ffi --gpu-arch {arch}"
-                launch = _compiled[configuration, arch] = _loaded_or_built(configuration, build, options)
+                launch = _loaded_or_built(configuration, build, options_for(arch))
+                _compiled[configuration, arch] = launch
     return launch
+
+
+def options_for(arch: str) -> str:
+    """What the DSL is given to compile for `arch`."""
+    return f"--enable-tvm-ffi --gpu-arch {arch}"
 
 
 def is_compiled(configuration: Hashable, arch: str) -> bool:

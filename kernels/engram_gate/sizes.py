@@ -20,14 +20,16 @@ _FORWARD_ELEMENTS, _BACKWARD_ELEMENTS = 40, 20
 """Of a row, at most, in each thread. Forward: few warps wait little for each other, and were fastest, see below.
 Backward: with more, the four sums of the weight's gradient do not fit into registers."""
 _MOST_WARPS = 16
-_WARPS_OF_A_MULTIPROCESSOR = 8
-"""Of all its programs: each thread may then have as many registers as there are for one."""
-_COLUMNS_OF_A_WARP = 8 * 32
-"""That it reads at a time: 16 bytes of bf16 in each thread."""
-_MOST_FORWARD_STEPS, _MOST_BACKWARD_STEPS = 2, 3
-"""That one program holds in shared memory.
+_FORWARD_WARPS, _BACKWARD_WARPS = 16, 8
+"""Of a multiprocessor, in all its programs. Forward: half of the registers there may be for each thread are enough, and
+while one program waits for its rows, or for its sums, the others work. Backward: all of them are needed."""
+_MOST_BACKWARD_STEPS = 3
+"""That one program holds in shared memory. Forward it is one: more programs were faster than more steps, for which
+there is no room beside them. Triton copies the next step where one ends, so that nothing of a program is on its way
+while it works; the copies of the others are.
 
-These two and `_FORWARD_ELEMENTS` are what was fastest at 4 streams of 5120 in bf16 on NVIDIA H200, Triton 3.6:
+This, one step, `_FORWARD_ELEMENTS` and `_FORWARD_WARPS`, and the default of `sum_rows`, are what was fastest at 4
+streams of 5120 in bf16 on NVIDIA H200, Triton 3.6:
 `python -m benchmarks engram_gate --scopes gate --modes forward,backward --tokens 4096 --arms fusepatch_plan,variants`.
 """
 _HELD_STREAMS, _HELD_WARPS = 4, 8
@@ -53,17 +55,35 @@ class Shape(NamedTuple):
     backward_warps: int
     backward_stages: int
     backward_programs: int
-    forward_folds: bool
-    """Whether a thread's columns of the tail are added to its own of the head, before the threads' sums meet."""
     held: bool
     """Whether sums of the weight's gradient stay in registers, and not in memory."""
     forward_one_stream: bool = False
     """Whether a program has one stream of its tokens, and keeps its weights; else it has all, and keeps their value."""
     backward_copies_weight: bool = True
     """Whether weights are copied ahead like the rest; else they are read into registers, through the L1 cache."""
-    sum_rows: int = 16
-    """How many programs' sums of the weight's gradient are added up at a time, and of how many columns."""
-    sum_columns: int = 128
+    sum_rows: int = 64
+    """How many programs' sums of the weight's gradient are added up at a time, and of how many columns.
+
+    Few columns make many programs of the small kernel, and many rows make few rounds of each: it takes as long as its
+    loads wait, one after the other."""
+    sum_columns: int = 32
+
+    by_thread: bool = True
+    """Whether each thread adds up its own columns of head and tail, so that the threads' sums meet once and not twice:
+    where each has some of the tail."""
+
+    @property
+    def forward_threads(self) -> int:
+        """That columns are added up by; 0 where they are not."""
+        return self._threads(self.forward_warps)
+
+    @property
+    def backward_threads(self) -> int:
+        """As forward_threads."""
+        return self._threads(self.backward_warps)
+
+    def _threads(self, warps: int) -> int:
+        return 32 * warps if self.by_thread and self.tail >= 32 * warps else 0
 
     @property
     def forward_registers(self) -> int:
@@ -84,9 +104,12 @@ def shape_of(
     # A step of the forward pass copies x, key, value and weight; one of the backward pass the incoming gradient too.
     forward_step, backward_step = (3 * item + weights * weight_item) * row, (4 * item + weight_item) * row
     forward_warps, warps = _warps(width, _FORWARD_ELEMENTS), _warps(width, _BACKWARD_ELEMENTS)
-    forward_programs = max(1, _WARPS_OF_A_MULTIPROCESSOR // forward_warps)
-    forward_room = shared_bytes // forward_programs - _SHARED_SPARE
-    forward_stages = 1 + min(_MOST_FORWARD_STEPS, forward_room // forward_step)
+    # Each has room for a step; one alone, where there could be more, would leave memory idle while it works. Roundings
+    # take registers: with them there are half as many.
+    most_programs = max(1, _FORWARD_WARPS // weights // forward_warps)
+    forward_programs = min(most_programs, shared_bytes // (forward_step + _SHARED_SPARE))
+    if forward_programs < min(2, most_programs):
+        forward_programs = 0
     held = streams <= _HELD_STREAMS and warps <= _HELD_WARPS
     programs = programs_per_multiprocessor(width)
     # Triton holds one step more of what is read inside conditions alone: of x and key in fp32, where the weight's
@@ -98,9 +121,8 @@ def shape_of(
         tail,
         forward_together=1,
         forward_warps=forward_warps,
-        forward_stages=forward_stages,
-        forward_programs=forward_programs if forward_stages > 1 else 0,
-        forward_folds=tail >= _COLUMNS_OF_A_WARP * forward_warps,
+        forward_stages=2 if forward_programs else 1,
+        forward_programs=forward_programs,
         backward_warps=warps,
         backward_stages=backward_stages if held else 1,
         backward_programs=programs,
@@ -117,7 +139,7 @@ def cut(width: int) -> tuple[int, int]:
 
 def programs_per_multiprocessor(width: int) -> int:
     """How many programs of the backward pass share a multiprocessor: one of eight warps, or more that are smaller."""
-    return max(1, _WARPS_OF_A_MULTIPROCESSOR // _warps(width, _BACKWARD_ELEMENTS))
+    return max(1, _BACKWARD_WARPS // _warps(width, _BACKWARD_ELEMENTS))
 
 
 def _warps(width: int, elements: int) -> int:

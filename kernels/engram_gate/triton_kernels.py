@@ -9,7 +9,8 @@ gradient of the value is held across a token's streams. Each program adds up the
 in registers where it fits, and a small kernel adds the programs' sums in order: no atomics, and the same bits each time
 on one kind of GPU.
 
-A row is cut into a head of a power of two and a tail; sizes.py says how, and how many warps share one. Maths is fp32.
+A row is cut into a head of a power of two and a tail; sizes.py says how, and how many warps share one. Maths is fp32;
+but a dot next to 0, as it is saved for the backward pass, comes from a sum in fp64.
 All offsets of tokens are 64 bits wide, and distances between rows are given in units of ROW_UNIT elements, so that the
 compiler knows how they are aligned: one compiled kernel serves every layout.
 
@@ -39,8 +40,7 @@ from fusepatch.kernels.engram_gate.sizes import (
 ROW_UNIT = 8
 
 _SMALLEST_DOT = tl.constexpr(1e-6)  # reference.SMALLEST_DOT; a kernel reads no other kind of global
-_NEAR_0 = tl.constexpr(1e-3)
-_PIECE = tl.constexpr(1024)
+_NEAR_0 = tl.constexpr(1e-3)  # below, |dot| is summed up again: see _forward_kernel
 _UNIT = tl.constexpr(ROW_UNIT)
 
 
@@ -60,12 +60,18 @@ def _load(at, columns, END: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _read_if(wanted, at, columns, END: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns of a row as they are, where wanted, else nothing is read and all are 0."""
+    if END <= WIDTH:
+        return tl.load(at + columns, mask=wanted, other=0.0)
+    else:
+        return tl.load(at + columns, mask=wanted & (columns < WIDTH), other=0.0)
+
+
+@triton.jit
 def _load_if(wanted, at, columns, END: tl.constexpr, WIDTH: tl.constexpr):
     """`_load` where wanted, else nothing is read and all are 0."""
-    if END <= WIDTH:
-        return tl.load(at + columns, mask=wanted, other=0.0).to(tl.float32)
-    else:
-        return tl.load(at + columns, mask=wanted & (columns < WIDTH), other=0.0).to(tl.float32)
+    return _read_if(wanted, at, columns, END, WIDTH).to(tl.float32)
 
 
 @triton.jit
@@ -116,40 +122,26 @@ def _sums(a, b, c):
 
 
 @triton.jit
-def _folded(head, tail, HEAD: tl.constexpr, TAIL: tl.constexpr):
-    """As many columns as the tail has, whose sum is that of both: of a thread's own columns, without a barrier."""
-    return tl.sum(tl.reshape(head, [head.shape[0], HEAD // TAIL, TAIL]), 1) + tail
-
-
-@triton.jit
-def _add_exactly(total, lost, other, other_lost):
-    """Knuth's TwoSum: what a sum in fp32 loses is added up beside it."""
-    both = total + other
-    added = both - total
-    return both, (total - (both - added)) + (other - added) + (lost + other_lost)
+def _of_threads(numbers, ROWS: tl.constexpr, SIZE: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr):
+    """The sum of each thread's own columns of a row: neither shuffles nor barriers. RUN lie beside each other."""
+    run: tl.constexpr = min(RUN, SIZE // THREADS)
+    numbers = tl.reshape(numbers, [ROWS, SIZE // (THREADS * run), THREADS, run])
+    return tl.sum(tl.sum(numbers, 3), 1)
 
 
 @triton.jit
 def _precise_sum(x_at, key_at, weight_at, here, HEAD: tl.constexpr, WIDTH: tl.constexpr):
-    """sum(x * weight * key) as if in about twice the precision of fp32, of rows that are read again.
-
-    Dot2 of Ogita, Rump and Oishi (2005). Explicit fused operations, so that no compiler makes others.
-    """
-    piece: tl.constexpr = min(HEAD, _PIECE)
-    END: tl.constexpr = (WIDTH + piece - 1) // piece * piece
-    total = tl.zeros([here.shape[0], piece], tl.float32)
-    lost = tl.zeros([here.shape[0], piece], tl.float32)
-    for start in tl.range(0, WIDTH, piece, num_stages=1):
-        columns = start + tl.arange(0, piece)[None, :]
+    """sum(x * weight * key) in fp64, of rows that are read again; a few columns at a time, for want of registers."""
+    columns_at_a_time: tl.constexpr = min(HEAD, 256)
+    END: tl.constexpr = (WIDTH + columns_at_a_time - 1) // columns_at_a_time * columns_at_a_time
+    total = tl.zeros([here.shape[0], columns_at_a_time], tl.float64)
+    # It starts at 0, as the compiler can't know: it would unroll the loop, and hold all columns after all.
+    for start in tl.range(tl.program_id(1), WIDTH, columns_at_a_time, num_stages=1):
+        columns = start + tl.arange(0, columns_at_a_time)[None, :]
         x, key = _load_if(here, x_at, columns, END, WIDTH), _load_if(here, key_at, columns, END, WIDTH)
         weight = _load(weight_at, columns, END, WIDTH)
-        product = x * key
-        both = tl.fma(product, weight, total)
-        added = both - total
-        lost += (total - (both - added)) + tl.fma(product, weight, -added) + tl.fma(x, key, -product) * weight
-        total = both
-    total, lost = tl.reduce((total, lost), 1, _add_exactly)
-    return total + lost
+        total += x.to(tl.float64) * weight.to(tl.float64) * key.to(tl.float64)
+    return tl.sum(total, 1).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["mask_ptr", "tokens", "x_row", "key_row", "value_row", "out_row"])
@@ -158,7 +150,7 @@ def _forward_kernel(
     tokens, x_row, key_row, value_row, out_row, eps,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
     RESIDUAL: tl.constexpr, COPYSIGN: tl.constexpr, ROUNDED: tl.constexpr, TOGETHER: tl.constexpr,
-    ONE_STREAM: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr,
+    ONE_STREAM: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One step is one stream of TOGETHER tokens, which share its weights: those come from the L2 cache each time.
 
@@ -174,11 +166,12 @@ def _forward_kernel(
     END: tl.constexpr = HEAD + TAIL
     head, tail = tl.arange(0, HEAD)[None, :], HEAD + tl.arange(0, TAIL)[None, :]
     io: tl.constexpr = x_ptr.dtype.element_ty
+    RUN: tl.constexpr = 128 // io.primitive_bitwidth
     if ONE_STREAM:
         weight_at = weight_ptr + own_stream * WIDTH
         weight_head, weight_tail = _load(weight_at, head, HEAD, WIDTH), _load(weight_at, tail, END, WIDTH)
     else:
-        value_head, value_tail = tl.zeros([TOGETHER, HEAD], tl.float32), tl.zeros([TOGETHER, TAIL], tl.float32)
+        value_head, value_tail = tl.zeros([TOGETHER, HEAD], io), tl.zeros([TOGETHER, TAIL], io)
     steps = ((last - first + TOGETHER - 1) // TOGETHER * steps_of_a_token).to(tl.int32)
     for step in tl.range(0, steps, num_stages=STAGES):
         token = first + step // steps_of_a_token * TOGETHER + tl.arange(0, TOGETHER)
@@ -189,10 +182,10 @@ def _forward_kernel(
         x_at, key_at = _row(x_ptr, at, x_row) + column, _row(key_ptr, at, key_row) + column
         x_head, x_tail = _load_if(here, x_at, head, HEAD, WIDTH), _load_if(here, x_at, tail, END, WIDTH)
         key_head, key_tail = _load_if(here, key_at, head, HEAD, WIDTH), _load_if(here, key_at, tail, END, WIDTH)
-        # The value is read with a token's first step, and kept for the others.
+        # The value is read with a token's first step, and kept for the others, in registers of two elements each.
         value_at, is_first = _row(value_ptr, at, value_row), ONE_STREAM | (stream == 0)
-        read_head = _load_if(here & is_first, value_at, head, HEAD, WIDTH)
-        read_tail = _load_if(here & is_first, value_at, tail, END, WIDTH)
+        read_head = _read_if(here & is_first, value_at, head, HEAD, WIDTH)
+        read_tail = _read_if(here & is_first, value_at, tail, END, WIDTH)
         if ONE_STREAM:
             value_head, value_tail = read_head, read_tail
         else:
@@ -205,18 +198,19 @@ def _forward_kernel(
 
         # Both dtypes of 16 bits have products of two that are exact in fp32.
         weighed_head, weighed_tail = x_head * key_head * weight_head, x_tail * key_tail * weight_tail
-        if FOLD:
+        if THREADS:  # head and tail meet before the threads do
             square_x, square_key, product = _sums(
-                _folded(x_head * x_head, x_tail * x_tail, HEAD, TAIL),
-                _folded(key_head * key_head, key_tail * key_tail, HEAD, TAIL),
-                _folded(weighed_head, weighed_tail, HEAD, TAIL),
+                _of_threads(x_head * x_head, TOGETHER, HEAD, THREADS, RUN)
+                + _of_threads(x_tail * x_tail, TOGETHER, TAIL, THREADS, RUN),
+                _of_threads(key_head * key_head, TOGETHER, HEAD, THREADS, RUN)
+                + _of_threads(key_tail * key_tail, TOGETHER, TAIL, THREADS, RUN),
+                _of_threads(weighed_head, TOGETHER, HEAD, THREADS, RUN)
+                + _of_threads(weighed_tail, TOGETHER, TAIL, THREADS, RUN),
             )
         else:
             square_x, square_key, product = _sums(x_head * x_head, key_head * key_head, weighed_head)
             if WIDTH > HEAD:
-                square_x_tail, square_key_tail, product_tail = _sums(
-                    x_tail * x_tail, key_tail * key_tail, weighed_tail
-                )
+                square_x_tail, square_key_tail, product_tail = _sums(x_tail * x_tail, key_tail * key_tail, weighed_tail)
                 square_x, square_key = square_x + square_x_tail, square_key + square_key_tail
                 product += product_tail
         rstd_x = tl.rsqrt(square_x / WIDTH + eps)
@@ -235,30 +229,35 @@ def _forward_kernel(
         else:
             dot = product * rstd_x * rstd_key * (WIDTH**-0.5)
         gate = 1.0 / (1.0 + tl.exp(-_sign(dot, COPYSIGN) * _root(dot)))
+        added_head, added_tail = value_head.to(tl.float32), value_tail.to(tl.float32)
         if MASKED:
             # The value may be anything. x + -0 is x bit for bit, as x + 0 is not where x is -0; of its bits, as Triton
             # 3.6 takes the number -0.0 for 0.0.
             off = tl.full([TOGETHER], -(2**31) if RESIDUAL else 0, tl.int32).to(tl.float32, bitcast=True)
             gate, dot = tl.where(on, gate, off), tl.where(on, dot, 0.0)
             rstd_x, rstd_key = tl.where(on, rstd_x, 0.0), tl.where(on, rstd_key, 0.0)
-            value_head, value_tail = tl.where(on[:, None], value_head, 0.0), tl.where(on[:, None], value_tail, 0.0)
-        out_head, out_tail = gate[:, None] * value_head, gate[:, None] * value_tail
+            added_head, added_tail = tl.where(on[:, None], added_head, 0.0), tl.where(on[:, None], added_tail, 0.0)
+        out_head, out_tail = gate[:, None] * added_head, gate[:, None] * added_tail
         if RESIDUAL:
             out_head += x_head
             out_tail += x_tail
         out_at = _row(out_ptr, at, out_row) + column
         tl.store(out_at + head, out_head.to(io), mask=here)
         tl.store(out_at + tail, out_tail.to(io), mask=here & (tail < WIDTH))
-        if not ROUNDED:
-            near = (tl.abs(dot) < _NEAR_0) & (product != 0.0)
-            if tl.max(near.to(tl.int32), 0) != 0:
-                product = _precise_sum(x_at, key_at, weight_ptr + column, here, HEAD, WIDTH)
-                dot = product * rstd_x * rstd_key * (WIDTH**-0.5)
         saved_at = saved_ptr + (token * STREAMS + stream) * 4
         tl.store(saved_at, gate, mask=exists)
         tl.store(saved_at + 1, dot, mask=exists)
         tl.store(saved_at + 2, rstd_x, mask=exists)
         tl.store(saved_at + 3, rstd_key, mask=exists)
+        if not ROUNDED:
+            # Next to 0 the root's slope, 1 / (2 sqrt|dot|), makes most of the weight's gradient of very few tokens, and
+            # most of its error of what fp32 loses in their sum. The output hardly knows: its slope is that root. Dots
+            # that near are so rare that it costs no time; down here, where x and key need no more registers. A row of
+            # zeros has none to gain.
+            near = (tl.abs(dot) < _NEAR_0) & (dot != 0.0)
+            if tl.max(near.to(tl.int32), 0) != 0:
+                precise = _precise_sum(x_at, key_at, weight_ptr + column, here, HEAD, WIDTH)
+                tl.store(saved_at + 1, dot * (precise / product), mask=near)
 
 
 @triton.jit(
@@ -274,12 +273,13 @@ def _backward_kernel(
     grad_x_row, grad_key_row, grad_value_row,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
     RESIDUAL: tl.constexpr, WANT_WEIGHT: tl.constexpr, HELD: tl.constexpr, COPY_WEIGHT: tl.constexpr,
-    STAGES: tl.constexpr,
+    THREADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     first, last = program * tokens // programs, (program + 1) * tokens // programs
     END: tl.constexpr = HEAD + TAIL
     head, tail = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
+    RUN: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     # One name per stream: a kernel has no list of accumulators, and a ring needs them where they are in each step.
     sum_0_head, sum_0_tail = tl.zeros([HEAD], tl.float32), tl.zeros([TAIL], tl.float32)
     sum_1_head, sum_1_tail = tl.zeros([HEAD], tl.float32), tl.zeros([TAIL], tl.float32)
@@ -314,7 +314,13 @@ def _backward_kernel(
         next_rstd_x = tl.load(saved_at + 2, mask=any_left, other=0.0)
         next_rstd_key = tl.load(saved_at + 3, mask=any_left, other=0.0)
 
-        grad_gate = tl.sum(grad_out_head * value_head) + tl.sum(grad_out_tail * value_tail)
+        if THREADS:  # as in the forward pass
+            grad_gate = tl.sum(
+                _of_threads(grad_out_head * value_head, 1, HEAD, THREADS, RUN)
+                + _of_threads(grad_out_tail * value_tail, 1, TAIL, THREADS, RUN)
+            )
+        else:
+            grad_gate = tl.sum(grad_out_head * value_head) + tl.sum(grad_out_tail * value_tail)
         root = _root(dot)
         # gate * (1 - gate), which depends on |dot| alone, without the cancellation of 1 - gate near 1.
         decay = tl.exp(-root)
@@ -599,7 +605,7 @@ def _launch_forward(
     options = {
         "MASKED": mask is not None, "RESIDUAL": residual, "COPYSIGN": zero_dot == "copysign",
         "ROUNDED": key_weight is not None, "TOGETHER": shape.forward_together, "ONE_STREAM": shape.forward_one_stream,
-        "FOLD": shape.forward_folds, "STAGES": shape.forward_stages, "maxnreg": shape.forward_registers,
+        "THREADS": shape.forward_threads, "STAGES": shape.forward_stages, "maxnreg": shape.forward_registers,
     }  # fmt: skip
     cut = (streams, width, shape.head, shape.tail)
     programs = triton.cdiv(tokens, shape.forward_together)
@@ -624,7 +630,8 @@ def _launch_backward(
     )  # fmt: skip
     options = {
         "MASKED": masked, "RESIDUAL": residual, "WANT_WEIGHT": partial is not None, "HELD": shape.held,
-        "COPY_WEIGHT": shape.backward_copies_weight, "STAGES": shape.backward_stages,
+        "COPY_WEIGHT": shape.backward_copies_weight, "THREADS": shape.backward_threads,
+        "STAGES": shape.backward_stages,
     }  # fmt: skip
     cut = (streams, width, shape.head, shape.tail)
     programs = programs_of(tokens, width, device, shape)

@@ -50,6 +50,11 @@ def is_compiled(problem: Problem, tokens: int) -> bool:
     return launching.is_compiled(FAMILY, problem, tokens)
 
 
+def compile_ahead(device: torch.device, dtype: torch.dtype, activation: str, biased: bool) -> None:
+    """Every kernel of a self-check, side by side."""
+    launching.compile_ahead(FAMILY, device, dtype, activation, biased)
+
+
 @functools.cache
 def _arch(device: torch.device) -> str:
     """The device's own: code for sm_100a does not run on SM103, nor the other way round."""
@@ -65,4 +70,6 @@ def _ctas(device: torch.device, size: Size) -> int:
 
 ARCHS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 """What is compiled for which compute capability."""
-FAMILY = launching.Family(size_of=size_of, configurations=configurations, most=_ctas, arch=_arch, takes_biases=False)
+FAMILY = launching.Family(
+    sizes=tuple(Size), size_of=size_of, configurations=configurations, most=_ctas, arch=_arch, takes_biases=False
+)

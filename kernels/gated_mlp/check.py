@@ -31,6 +31,7 @@ def run(case: str, device: torch.device, steps: Any) -> list[str]:
     dtype = getattr(torch, dtype_name)
     if Route(route) is Route.POINTWISE:
         return _pointwise(backend, device, dtype, activation, steps)
+    backend.compile_ahead(device, dtype, activation, biased == ["biased"])
     return _fused(backend, device, dtype, activation, steps, biased == ["biased"])
 
 

@@ -52,6 +52,8 @@ class Backend(backends.Backend):
     fewest_compiled: Callable[[Problem], int | None] = field(default=lambda problem: None)
     """The fewest tokens at which it was measured to win inside `torch.compile` against the library's code there; None
     where it was not. Not asked where the user named the backend."""
+    compile_ahead: Callable[[torch.device, torch.dtype, str, bool], None] = field(default=lambda *case: None)
+    """Compiles, side by side, what a self-check of this (device, dtype, activation, biased) is about to launch."""
     products: str | None = None
     """The module of the products that follow the backward kernel, where some are faster than cuBLAS's: `dx`,
     `d_weights` and `d_down`, with None in place of a result where they are not."""
@@ -208,6 +210,7 @@ BACKENDS: tuple[Backend, ...] = (
         fewest_compiled=_fewest_compiled,
         products="fusepatch.kernels.gated_mlp.hopper_products",
         compiled=_hopper_is_compiled,
+        compile_ahead=lambda *case: importlib.import_module("fusepatch.kernels.gated_mlp.hopper").compile_ahead(*case),
     ),
     # On Blackwell the first of the fused route that a GPU there can run.
     Backend(
@@ -265,6 +268,9 @@ BACKENDS: tuple[Backend, ...] = (
         admits=_never,
         named_only=True,  # it has run on no GPU yet
         compiled=_blackwell_is_compiled,
+        compile_ahead=lambda *case: importlib.import_module("fusepatch.kernels.gated_mlp.blackwell").compile_ahead(
+            *case
+        ),
     ),
     # The op itself takes biases on every route. The fused route declines them here, though the GPU's kernels take them,
     # so that the route taken in a rehearsal on a CPU is the one that a GPU takes by itself: no size is admitted yet.

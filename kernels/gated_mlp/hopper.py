@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import hopper_products, launching
-from .hopper_configuration import ARCH, Size, clusters_of, configurations, size_of
+from .hopper_configuration import ARCH, Size, clusters_of, configurations, every_product, size_of
 
 if TYPE_CHECKING:
     from .choose import Problem
@@ -58,8 +58,18 @@ def _clusters(device: torch.device, size: Size) -> int:
     return count if size is Size.SMALL else clusters_of(device)
 
 
+def compile_ahead(device: torch.device, dtype: torch.dtype, activation: str, biased: bool) -> None:
+    """Every kernel of a self-check, side by side."""
+    launching.compile_ahead(_FAMILY, device, dtype, activation, biased, *every_product(dtype))
+
+
 _FAMILY = launching.Family(
-    size_of=size_of, configurations=configurations, most=_clusters, arch=lambda device: ARCH, takes_biases=True
+    sizes=tuple(Size),
+    size_of=size_of,
+    configurations=configurations,
+    most=_clusters,
+    arch=lambda device: ARCH,
+    takes_biases=True,
 )
 _forward = functools.partial(launching.forward, _FAMILY, ARCH)
 _backward = functools.partial(launching.backward, _FAMILY, ARCH)

@@ -272,6 +272,12 @@ def product_configurations(
     return tuple(each for each in found if each is not None)
 
 
+def every_product(dtype: torch.dtype) -> tuple[Product, ...]:
+    """Every product kernel that any call may need."""
+    found = (product_configuration(kind, dtype, 0, 0, 0, 0, each) for kind in Kind for each in COLUMNS[kind])
+    return tuple(each for each in found if each is not None)
+
+
 def _fullness(rows: int, across: int, outputs: int, clusters: int, columns: int) -> float:
     """Elements of the result over those that all rounds of tiles, of 256 rows per cluster, have room for."""
     tiles = -(-rows // 256) * -(-across // columns) * outputs

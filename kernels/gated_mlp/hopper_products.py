@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from ..cute.artefacts import Launch
 
 
+def serves(name: str, dtype: torch.dtype, device: torch.device, tokens: int, hidden: int, inner: int) -> bool:
+    """Whether the function of that name returns a result for these sizes."""
+    return product_configuration(Kind(name), dtype, tokens, hidden, inner, clusters_of(device)) is not None
+
+
 def dx(
     d_gate_up_M2I: Tensor, gate_weight: Tensor, up_weight: Tensor | None, *, columns: int | None = None
 ) -> Tensor | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import tma
 from ..cute import compiling
+from ..cute.compile_ahead import compile_ahead as side_by_side
 
 if TYPE_CHECKING:
     from ..cute.artefacts import Launch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 class Family:
     """What the kernels for one family of GPUs have of their own."""
 
+    sizes: tuple[Any, ...]
+    """What `size_of` may return."""
     size_of: Callable[[int, int, int], Any]
     """What of (M, H, I) decides how the work is cut up. Hashable."""
     configurations: Callable[..., tuple[Any, ...]]
@@ -91,6 +94,14 @@ def is_compiled(family: Family, problem: Problem, tokens: int) -> bool:
     size, arch = family.size_of(tokens, problem.hidden, problem.inner), family.arch(problem.device)
     needed = family.configurations(problem.dtype, problem.activation, size, biased=problem.bias)
     return all(compiling.is_compiled(each, arch) for each in needed)
+
+
+def compile_ahead(
+    family: Family, device: torch.device, dtype: torch.dtype, activation: str, biased: bool, *more: Any
+) -> None:
+    """Compiles every kernel for this dtype and activation side by side, and `more`; cute/compile_ahead.py."""
+    found = [each for size in family.sizes for each in family.configurations(dtype, activation, size, biased=biased)]
+    side_by_side((*found, *more), build, family.arch(device))
 
 
 def build(configuration: Any, options: str) -> Any:

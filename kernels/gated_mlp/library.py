@@ -24,7 +24,7 @@ from ...decline import Reason
 from ..autograd import without_autocast
 from ..backends import MOST_TOKENS, load
 from .choose import BACKENDS, OP, REFERENCE, Backend, Problem, choose
-from .op import gradients, rows
+from .op import gradients, products_of, rows
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,82 @@ def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ..
         d_gate_up_M2I, h_MI = torch.ops.fusepatch.gemm_dact(
             dout, down_weight, gate_up_M2I, ctx.activation, need_down, ctx.backend
         )
-        found = gradients(needs, up_weight is None, d_gate_up_M2I, h_MI, dout, x_MH, gate_weight, up_weight)
+        operands = d_gate_up_M2I, h_MI, dout, x_MH, gate_weight, up_weight
+        found = gradients(needs, up_weight is None, *operands, _Products(ctx.backend))
     return *found[:4], found[6], None, None, None
+
+
+# ------------------------------------------------------------------------------------- products, for compilers alone
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The backend's own products as operators, for `gradients`. Which of them serve is settled while it is traced, and
+    so by none where the number of tokens is a symbol."""
+
+    backend: str
+
+    def _serves(self, name: str, like: Tensor, tokens: Any, hidden: int, inner: int) -> bool:
+        module = products_of(_named(self.backend))
+        is_known = not isinstance(tokens, torch.SymInt)
+        return is_known and module is not None and module.serves(name, like.dtype, like.device, tokens, hidden, inner)
+
+    def dx(self, d_gate_up_M2I: Tensor, gate_weight: Tensor, up_weight: Tensor | None) -> Tensor | None:
+        (tokens, inner_2), hidden = d_gate_up_M2I.shape, gate_weight.shape[1]
+        if not self._serves("dx", d_gate_up_M2I, tokens, hidden, inner_2 // 2):
+            return None
+        result: Tensor = torch.ops.fusepatch.product_dx(d_gate_up_M2I, gate_weight, up_weight, self.backend)
+        return result
+
+    def d_weights(self, d_gate_up_M2I: Tensor, x_MH: Tensor, *, packed: bool) -> tuple[Tensor | None, Tensor | None]:
+        (tokens, inner_2), hidden = d_gate_up_M2I.shape, x_MH.shape[1]
+        if not self._serves("d_weights", d_gate_up_M2I, tokens, hidden, inner_2 // 2):
+            return None, None
+        first, second = torch.ops.fusepatch.product_d_weights(d_gate_up_M2I, x_MH, packed, self.backend)
+        return first, None if packed else second
+
+    def d_down(self, dout_MH: Tensor, h_MI: Tensor) -> Tensor | None:
+        (tokens, hidden), inner = dout_MH.shape, h_MI.shape[1]
+        if not self._serves("d_down", h_MI, tokens, hidden, inner):
+            return None
+        result: Tensor = torch.ops.fusepatch.product_d_down(dout_MH, h_MI, self.backend)
+        return result
+
+
+@torch.library.custom_op("fusepatch::product_dx", mutates_args=())
+def _product_dx(d_gate_up_M2I: Tensor, gate_weight: Tensor, up_weight: Tensor | None, backend: str) -> Tensor:
+    result: Tensor = products_of(_named(backend)).dx(d_gate_up_M2I, gate_weight, up_weight)
+    return result
+
+
+@_product_dx.register_fake
+def _(d_gate_up_M2I: Tensor, gate_weight: Tensor, up_weight: Tensor | None, backend: str) -> Tensor:
+    return d_gate_up_M2I.new_empty(d_gate_up_M2I.shape[0], gate_weight.shape[1])
+
+
+@torch.library.custom_op("fusepatch::product_d_weights", mutates_args=())
+def _product_d_weights(d_gate_up_M2I: Tensor, x_MH: Tensor, packed: bool, backend: str) -> tuple[Tensor, Tensor]:
+    first, second = products_of(_named(backend)).d_weights(d_gate_up_M2I, rows(x_MH), packed=packed)
+    return first, x_MH.new_empty(0) if second is None else second
+
+
+@_product_d_weights.register_fake
+def _(d_gate_up_M2I: Tensor, x_MH: Tensor, packed: bool, backend: str) -> tuple[Tensor, Tensor]:
+    inner_2, hidden = d_gate_up_M2I.shape[1], x_MH.shape[1]
+    if packed:
+        return x_MH.new_empty(inner_2, hidden), x_MH.new_empty(0)
+    return x_MH.new_empty(inner_2 // 2, hidden), x_MH.new_empty(inner_2 // 2, hidden)
+
+
+@torch.library.custom_op("fusepatch::product_d_down", mutates_args=())
+def _product_d_down(dout_MH: Tensor, h_MI: Tensor, backend: str) -> Tensor:
+    result: Tensor = products_of(_named(backend)).d_down(rows(dout_MH), h_MI)
+    return result
+
+
+@_product_d_down.register_fake
+def _(dout_MH: Tensor, h_MI: Tensor, backend: str) -> Tensor:
+    return h_MI.new_empty(dout_MH.shape[1], h_MI.shape[1])
 
 
 _gated_mlp.register_autograd(_differentiate, setup_context=_keep)
@@ -258,6 +332,16 @@ def _(
 def _(x_shape: tuple[int, int], gate_shape: tuple[int, int], *_: object, **__: object) -> int:
     """Both GEMMs, as FLOP counters have it: multiplications and additions of GEMMs alone."""
     return 2 * 2 * x_shape[0] * x_shape[1] * gate_shape[0]
+
+
+@register_flop_formula(torch.ops.fusepatch.product_dx)
+def _(d_shape: tuple[int, int], weight_shape: tuple[int, int], *_: object, **__: object) -> int:
+    return 2 * d_shape[0] * d_shape[1] * weight_shape[1]
+
+
+@register_flop_formula([torch.ops.fusepatch.product_d_weights, torch.ops.fusepatch.product_d_down])
+def _(a_shape: tuple[int, int], b_shape: tuple[int, int], *_: object, **__: object) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
 
 
 @register_flop_formula(torch.ops.fusepatch.gemm_dact)

@@ -12,6 +12,7 @@ Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the g
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,9 +161,10 @@ def _kernels(backend: Backend) -> Any:
     return load(backend)
 
 
-def _products(backend: Backend) -> Any:
-    """The backend's own products, for `gradients`. None where it has none, or where a dispatch mode looks on."""
-    return None if backend.products is None or _dispatch_stack() else importlib.import_module(backend.products)
+@functools.cache
+def products_of(backend: Backend) -> Any:
+    """The module of the backend's own products, for `gradients`; None where it has none."""
+    return None if backend.products is None else importlib.import_module(backend.products)
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ class _GatedMLP(Function):
         d_gate_up_M2I = None
         if ctx.past_gate_up:
             d_gate_up_M2I, h_MI = call.backward(dout_MH, down_weight, gate_up_M2I, want_h=need_down)
-        products = _products(call.backend)
+        products = None if _dispatch_stack() else products_of(call.backend)  # a mode must see what is multiplied
         operands = d_gate_up_M2I, h_MI, dout_MH, x_MH, gate_weight, up_weight
         dx, *rest = gradients(ctx.needs_input_grad[2:], call.packed, *operands, products)
         return None, None, None if dx is None else dx.view(ctx.x_shape), *rest
