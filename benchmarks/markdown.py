@@ -17,6 +17,7 @@ _TITLES = {
     "d_gate_up": "Gradients of gate and up from dout",
     "dx": "Gradient of x",
     "d_weights": "Gradients of the weights of gate and up",
+    "d_down": "Gradient of the down projection's weight",
 }
 
 

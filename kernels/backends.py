@@ -330,6 +330,8 @@ def _why_not_unchecked(table: Table[P, B], backend: B, problem: P) -> Reason | N
         return reason
     if any(width % backend.width_multiple for width in table.widths(problem)):
         return Reason.ALIGNMENT
+    if backend.native and not all(table.widths(problem)):
+        return Reason.SIZE_NOT_ADMITTED  # an empty sum, or nothing to write: no kernel has a loop of no rounds
     return None
 
 

@@ -225,6 +225,8 @@ def test_the_reason_is_that_of_a_backend_made_for_the_gpu(all_installed: Callabl
         ({"width_multiple": 16}, {}, None),
         ({"width_multiple": 16}, {"hidden": 72}, Reason.ALIGNMENT),
         ({"width_multiple": 16}, {"inner": 72}, Reason.ALIGNMENT),
+        ({"width_multiple": 8}, {"hidden": 0}, Reason.SIZE_NOT_ADMITTED),
+        ({"width_multiple": 8}, {"inner": 0}, Reason.SIZE_NOT_ADMITTED),
         ({"width_multiple": 16}, {"inner": 96, "hidden": 0, "route": POINTWISE}, None),
         ({"max_elements": 9 * 192}, {}, None),
         ({"max_elements": 9 * 192 - 1}, {}, Reason.INDEX_RANGE),

@@ -225,9 +225,9 @@ COLUMNS = {Kind.DX: (192, 160), Kind.D_WEIGHTS: (192,), Kind.D_DOWN: (192,)}
 _FULL = 0.965
 """Of the work of all multiprocessors in all rounds of tiles, what must be there for the result.
 
-H200, time over cuBLAS's at this fraction: both weights' gradients 0.95 (0.981), 0.96 (0.979), 0.97 (0.970), 1.01
-(0.940); the down projection's 0.96 (0.981), 0.99 (0.970), 1.01 (0.953), 1.13 (0.867). By `python -m benchmarks
-gated_mlp_kernels`, with this set to 0 for those that lose.
+H200, time over cuBLAS's at this fraction: the gradients of both weights 0.96 (0.981), 0.97 (0.979), 0.97 (0.970), 1.01
+(0.940); that of the down projection 0.96 (0.981), 0.99 (0.970), 1.01 (0.953), 1.12 (0.867); dx 0.98 (0.970), 0.99
+(0.955), 1.04 and 1.07 (0.887). By `python -m benchmarks gated_mlp_kernels`.
 """
 _FEWEST_TOKENS = 8192
 """With fewer nothing was measured."""
