@@ -133,8 +133,7 @@ def _parts(case: Case, backend: choose.Backend, given: _Inputs) -> Parts:
         return lambda: kernels.gemm_dact(given.dout, given.down, given.gate_up, case.activation, want_h=want_h)
 
     def plain(*, dx: bool = False, weights: bool = False) -> tuple[Tensor | None, ...]:
-        needs = dx, weights, weights, False, False, False, False
-        return op.gradients(needs, False, given.d_gate_up, None, given.dout, given.x, given.gate, given.up)
+        return op.gradients((dx, weights, weights, False, False), False, given.d_gate_up, given.x, given.gate, given.up)
 
     def own(name: str, call: Callable[[Any, int], tuple[Tensor | None, ...]]) -> dict[str, Call]:
         if backend.products is None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -406,6 +407,33 @@ def test_every_gradient_is_there_whoever_multiplies(
         }
         for mine, theirs in zip(found, torch.autograd.grad(plain, leaves, torch.ones_like(out)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_h_is_gone_before_the_gradients_that_do_not_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack's peak is where its first backward pass is: what is still there then counts."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    def gemm_dact(*arguments: Any, **flags: Any) -> Any:
+        d_gate_up, h = reference.gemm_dact(*arguments, **flags)
+        alive.append(weakref.ref(h))
+        return d_gate_up, h
+
+    products = PlainProducts()
+    plain = products.dx
+
+    def dx(*arguments: Any, **options: Any) -> Any:
+        assert alive[-1]() is None
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(products, "dx", dx)
+    backend = with_products(monkeypatch, products)
+    module = types.SimpleNamespace(dual_gemm_act=reference.dual_gemm_act, gemm_dact=gemm_dact)
+    monkeypatch.setattr(op, "load", lambda backend: module)
+    x, gate, up = (torch.randn(5, 8, requires_grad=True) for _ in range(3))
+    down = torch.randn(8, 5, requires_grad=True)
+    op.run_gated_mlp(backend, x, gate, up, down, None, None, None, "silu").sum().backward()
+    assert len(alive) == 1
+    assert down.grad is not None
 
 
 def test_the_self_check_covers_the_products(monkeypatch: pytest.MonkeyPatch) -> None:

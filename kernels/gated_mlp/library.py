@@ -24,7 +24,7 @@ from ...decline import Reason
 from ..autograd import without_autocast
 from ..backends import MOST_TOKENS, load
 from .choose import BACKENDS, OP, REFERENCE, Backend, Problem, choose
-from .op import gradients, products_of, rows
+from .op import down_gradients, gradients, products_of, rows
 
 
 @dataclass(frozen=True)
@@ -227,14 +227,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     x_MH, gate_weight, up_weight, down_weight, gate_up_M2I = ctx.saved_tensors
     need_x, need_gate, need_up, need_down, need_down_bias, *_rest = ctx.needs_input_grad
-    needs = (need_x, need_gate, need_up, need_down, False, False, need_down_bias)
+    products = _Products(ctx.backend)
     with without_autocast(dout):
         d_gate_up_M2I, h_MI = torch.ops.fusepatch.gemm_dact(
             dout, down_weight, gate_up_M2I, ctx.activation, need_down, ctx.backend
         )
-        operands = d_gate_up_M2I, h_MI, dout, x_MH, gate_weight, up_weight
-        found = gradients(needs, up_weight is None, *operands, _Products(ctx.backend))
-    return *found[:4], found[6], None, None, None
+        of_down = down_gradients((need_down, need_down_bias), dout, h_MI, products)
+        needs = need_x, need_gate, need_up, False, False
+        operands = d_gate_up_M2I, x_MH, gate_weight, up_weight
+        dx, d_gate_weight, d_up_weight, *_biases = gradients(needs, up_weight is None, *operands, products)
+    return dx, d_gate_weight, d_up_weight, *of_down, None, None, None
 
 
 # ------------------------------------------------------------------------------------- products, for compilers alone

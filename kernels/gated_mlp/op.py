@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,56 +255,68 @@ class _GatedMLP(Function):
         d_gate_up_M2I = None
         if ctx.past_gate_up:
             d_gate_up_M2I, h_MI = call.backward(dout_MH, down_weight, gate_up_M2I, want_h=need_down)
+        need_x, need_gate, need_up, _, need_gate_bias, need_up_bias, need_down_bias = ctx.needs_input_grad[2:]
         products = None if _dispatch_stack() else products_of(call.backend)  # a mode must see what is multiplied
-        operands = d_gate_up_M2I, h_MI, dout_MH, x_MH, gate_weight, up_weight
-        dx, *rest = gradients(ctx.needs_input_grad[2:], call.packed, *operands, products)
-        return None, None, None if dx is None else dx.view(ctx.x_shape), *rest
+        d_down_weight, d_down_bias = down_gradients((need_down, need_down_bias), dout_MH, h_MI, products)
+        del h_MI  # half as large as d_gate_up, and gone before the other gradients are made
+        needs = need_x, need_gate, need_up, need_gate_bias, need_up_bias
+        dx, d_gate_weight, d_up_weight, d_gate_bias, d_up_bias = gradients(
+            needs, call.packed, d_gate_up_M2I, x_MH, gate_weight, up_weight, products
+        )
+        dx = None if dx is None else dx.view(ctx.x_shape)
+        return None, None, dx, d_gate_weight, d_up_weight, d_down_weight, d_gate_bias, d_up_bias, d_down_bias
+
+
+def down_gradients(
+    needs: tuple[bool, bool], dout_MH: Tensor, h_MI: Any, products: Any = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of down_weight and down_bias that `needs` asks for; `products` as for `gradients`."""
+    need_weight, need_bias = needs
+    d_weight = products.d_down(dout_MH, h_MI) if need_weight and products is not None else None
+    if need_weight and d_weight is None:
+        d_weight = dout_MH.t() @ h_MI
+    return d_weight, dout_MH.sum(0) if need_bias else None
 
 
 def gradients(
-    needs: Sequence[bool],
+    needs: tuple[bool, bool, bool, bool, bool],
     packed: bool,
     d_gate_up_M2I: Tensor | None,
-    h_MI: Any,
-    dout_MH: Tensor,
     x_MH: Any,
     gate_weight: Any,
     up_weight: Any,
     products: Any = None,
 ) -> tuple[Tensor | None, ...]:
-    """The plain GEMMs and sums that follow the fused kernel: the gradients of x [M, H], gate_weight, up_weight,
-    down_weight, gate_bias, up_bias and down_bias that `needs` asks for. What they do not read may be None.
+    """The gradients of x [M, H], gate_weight, up_weight, gate_bias and up_bias that `needs` asks for: plain GEMMs and
+    sums. What they do not read may be None.
 
     `products` has some of the GEMMs, where they are faster than cuBLAS's: as hopper_products.py.
     """
-    need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = needs
-    dx = d_gate_weight = d_up_weight = d_down_weight = d_gate_bias = d_up_bias = None
+    need_x, need_gate, need_up, need_gate_bias, need_up_bias = needs
+    dx = d_gate_weight = d_up_weight = d_gate_bias = d_up_bias = None
+    if d_gate_up_M2I is None:
+        return dx, d_gate_weight, d_up_weight, d_gate_bias, d_up_bias
     if products is not None:
         if need_x:
             dx = products.dx(d_gate_up_M2I, gate_weight, up_weight)
         if need_gate and (packed or need_up):
             d_gate_weight, d_up_weight = products.d_weights(d_gate_up_M2I, x_MH, packed=packed)
-        if need_down:
-            d_down_weight = products.d_down(dout_MH, h_MI)
-        need_x, need_down = need_x and dx is None, need_down and d_down_weight is None
+        need_x = need_x and dx is None
         need_gate, need_up = need_gate and d_gate_weight is None, need_up and d_up_weight is None
-    if d_gate_up_M2I is not None:
-        inner = d_gate_up_M2I.shape[1] // 2
-        d_gate_MI, d_up_MI = d_gate_up_M2I[:, :inner], d_gate_up_M2I[:, inner:]
-        if packed:
-            dx = d_gate_up_M2I @ gate_weight if need_x else dx
-            d_gate_weight = d_gate_up_M2I.t() @ x_MH if need_gate else d_gate_weight
-            d_gate_bias = d_gate_up_M2I.sum(0) if need_gate_bias else None
-        else:
-            dx = _plus_product(d_gate_MI @ gate_weight, d_up_MI, up_weight) if need_x else dx
-            # Two tensors, never halves of one: two .grad fields must not share storage.
-            d_gate_weight = d_gate_MI.t() @ x_MH if need_gate else d_gate_weight
-            d_up_weight = d_up_MI.t() @ x_MH if need_up else d_up_weight
-            d_gate_bias = d_gate_MI.sum(0) if need_gate_bias else None
-            d_up_bias = d_up_MI.sum(0) if need_up_bias else None
-    d_down_weight = dout_MH.t() @ h_MI if need_down else d_down_weight
-    d_down_bias = dout_MH.sum(0) if need_down_bias else None
-    return dx, d_gate_weight, d_up_weight, d_down_weight, d_gate_bias, d_up_bias, d_down_bias
+    inner = d_gate_up_M2I.shape[1] // 2
+    d_gate_MI, d_up_MI = d_gate_up_M2I[:, :inner], d_gate_up_M2I[:, inner:]
+    if packed:
+        dx = d_gate_up_M2I @ gate_weight if need_x else dx
+        d_gate_weight = d_gate_up_M2I.t() @ x_MH if need_gate else d_gate_weight
+        d_gate_bias = d_gate_up_M2I.sum(0) if need_gate_bias else None
+    else:
+        dx = _plus_product(d_gate_MI @ gate_weight, d_up_MI, up_weight) if need_x else dx
+        # Two tensors, never halves of one: two .grad fields must not share storage.
+        d_gate_weight = d_gate_MI.t() @ x_MH if need_gate else d_gate_weight
+        d_up_weight = d_up_MI.t() @ x_MH if need_up else d_up_weight
+        d_gate_bias = d_gate_MI.sum(0) if need_gate_bias else None
+        d_up_bias = d_up_MI.sum(0) if need_up_bias else None
+    return dx, d_gate_weight, d_up_weight, d_gate_bias, d_up_bias
 
 
 def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
