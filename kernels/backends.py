@@ -76,9 +76,17 @@ class Backend:
     """What else of a problem it can't serve. May import the backend's packages."""
     note: str = ""
     """What `status()` says where it serves."""
+    choice: str = ""
+    """Another way for its kernels to cut the work up, which changes speed, and results by roundings at most; empty for
+    its own rules. Serves only where `fusepatch tune` measured it to be faster than those, or measures it now."""
     warmed_only: bool = False
     """Serves only the numbers of tokens that `warmup()` ran, named or not: for a new one it stops the device for long,
     and keeps what it made for good."""
+
+    @property
+    def label(self) -> str:
+        """By which profiles, self-checks and operators know it: its name, and the choice after a slash."""
+        return f"{self.name}/{self.choice}" if self.choice else self.name
 
 
 P = TypeVar("P", bound=Problem)
@@ -98,6 +106,8 @@ class Table(Generic[P, B]):
     """The self-check that covers a problem, in words that the op's check.py reads."""
     samples: Callable[[B, Route, torch.device], Sequence[P]]
     """A problem that fits for each self-check there is: what `survey` asks about."""
+    choices: Callable[[], Sequence[B]] = field(default=lambda: ())
+    """Records of the same backends with a choice each."""
     unfit: Callable[[B, P], Reason | None] = field(default=lambda backend, problem: None)
     """What of a problem a backend can't serve by fields that the op's own records have."""
     known: dict[tuple[settings.Settings, P, bool], B | Reason | _Tuned[B]] = field(default_factory=dict)
@@ -113,9 +123,19 @@ MOST_TOKENS = 2**40
 
 
 @functools.cache
-def load(backend: Backend) -> ModuleType:
-    """The module with the backend's kernels, imported once: asked for on every call."""
-    return importlib.import_module(backend.module)
+def load(backend: Backend) -> Any:
+    """The module with the backend's kernels, or its functions bound to the choice. Made once, as every call asks."""
+    return with_choice(importlib.import_module(backend.module), backend.choice)
+
+
+def with_choice(module: ModuleType, choice: str) -> Any:
+    """The functions of a module of kernels, bound to a choice where there is one."""
+    return module.with_choice(choice) if choice else module
+
+
+def labelled(backends: Sequence[B], label: str) -> B | None:
+    """The record of that label among these."""
+    return next((backend for backend in backends if backend.label == label), None)
 
 
 def choose(table: Table[P, B], problem: P, tokens: int, tensors: Sequence[Tensor], any_size: bool) -> B | Reason:
@@ -141,7 +161,8 @@ def choose(table: Table[P, B], problem: P, tokens: int, tensors: Sequence[Tensor
     if found.byte_alignment > 1 and any(tensor.data_ptr() % found.byte_alignment for tensor in tensors):
         return Reason.ALIGNMENT
     if found.native:
-        if not tuned and not any_size and key[0].ops[table.op].backend == "auto" and not found.admits(problem, tokens):
+        by_rule = not tuned and not any_size and (key[0].ops[table.op].backend == "auto" or found.choice)
+        if by_rule and not found.admits(problem, tokens):
             return Reason.SIZE_NOT_ADMITTED
         if is_capturing(problem.device) and not found.compiled(problem, tokens):
             return Reason.CAPTURE_COLD
@@ -261,18 +282,21 @@ def _of_all(table: Table[P, B], problem: P, names: Sequence[str | None]) -> B | 
     return next((each for each in found if isinstance(each, Reason)), found[0] if found else None)
 
 
-def _tuned(table: Table[P, B], problem: P, name: str | None) -> B | Reason | None:
-    """What serves a problem of which the backend `name`, or the library's own code, was measured to be the fastest.
+def _tuned(table: Table[P, B], problem: P, label: str | None) -> B | Reason | None:
+    """What serves a problem of which the backend, or the library's own code, was measured to be the fastest.
 
     None where that says nothing of this route: the backend is gone, or serves a faster route, which has declined.
     """
-    if name is None:
+    if label is None:
         return Reason.SIZE_NOT_ADMITTED
-    winner = next((backend for backend in table.backends() if backend.name == name), None)
+    winner = labelled((*table.backends(), *table.choices()), label)
     if winner is None:
         return None
     if problem.route in winner.routes:
-        return _why_not(table, winner, problem, any_size=True) or winner
+        why_not = _why_not(table, winner, problem, any_size=True)
+        if why_not is not None and winner.choice:  # which may have kernels of its own, and a self-check that fails
+            return _tuned(table, problem, winner.name)
+        return why_not or winner
     is_faster = min(route.rank for route in winner.routes) < problem.route.rank
     return None if is_faster else Reason.SIZE_NOT_ADMITTED
 
@@ -284,7 +308,8 @@ def _by_table(table: Table[P, B], current: settings.Settings, problem: P, any_si
     if problem.device.type == "meta":
         return Reason.META
     if op.backend != "auto":
-        (named,) = (backend for backend in table.backends() if backend.name == op.backend)
+        named = labelled((*table.backends(), *table.choices()), op.backend)
+        assert named is not None, "settings.py knows them"
         return _why_not(table, named, problem, any_size=True) or named
     if problem.device.type == "cpu":
         return Reason.CPU
@@ -304,7 +329,11 @@ def _says_little(reason: Reason) -> int:
 
 
 def _why_not(table: Table[P, B], backend: B, problem: P, *, any_size: bool) -> Reason | None:
-    reason = _why_not_unchecked(table, backend, problem)
+    if backend.choice:  # its own self-check has only what that of the backend leaves out
+        own = labelled(table.backends(), backend.name)
+        reason = Reason.NO_KERNEL if own is None else _why_not(table, own, problem, any_size=True)
+    else:
+        reason = _why_not_unchecked(table, backend, problem)
     if reason is None and backend.native and not any_size and not backend.admits(problem, MOST_TOKENS):
         reason = Reason.SIZE_NOT_ADMITTED  # of no number of tokens; a self-check would be for nothing
     if reason is None and backend.check is not None:
@@ -355,7 +384,7 @@ def missing(backend: Backend) -> tuple[str, ...]:
 def check_of(table: Table[P, B], backend: B, problem: P) -> selfcheck.Check:
     """The self-check that covers a problem."""
     assert backend.check is not None
-    return selfcheck.Check(backend.check, f"{backend.name} {table.case(backend, problem)}")
+    return selfcheck.Check(backend.check, f"{backend.label} {table.case(backend, problem)}")
 
 
 def survey(table: Table[P, B], device: torch.device) -> tuple[selfcheck.Standing, ...]:

@@ -6,30 +6,38 @@ imported the function under another name. Nothing of FLA is replaced.
 
 The registry takes an exception in a backend's verifier for a "no", and says nothing. So what `decide` raises is kept,
 the verifier says yes, and the implementation raises it.
+
+What a layer will pass can't be read off it. So `explain()` is told what a call that fits would take, and `warmup()`
+runs the layer up to the function, where the call is seen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from .. import guard, settings
-from ..decline import FUSED, DeclinedError, Reason, Route, original
+from ..catalogue import Assumed
+from ..decline import FUSED, Decision, DeclinedError, Reason, Route, original
 from ..kernels.backends import Backend
 from ..kernels.linear_attention import arguments, dispatch
 from ..kernels.linear_attention.arguments import Misfit, Request
 from ..kernels.linear_attention.gated_delta_rule import choose as gated_delta_rule
 from ..kernels.linear_attention.kda import choose as kda
+from ..kernels.linear_attention.problem import Problem
 from ..ledger import Record, count, count_error, note
 from ..patch import BACKEND_NAME, Slot, Switch
+from . import callers
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class _Function:
     """By which a registry of several functions is found."""
     per_channel: bool
     choose: Callable[..., Backend | Reason]
+    sample: Callable[[torch.device, torch.dtype], Problem]
     hub_name: str
     """What the models of transformers call it."""
 
@@ -51,13 +60,14 @@ class _Function:
 
 
 _FUNCTIONS: Mapping[str, _Function] = {
-    "kda": _Function("fla.ops.kda", "chunk_kda", "kda", True, kda.choose, "chunk_kimi_delta_attention"),
+    "kda": _Function("fla.ops.kda", "chunk_kda", "kda", True, kda.choose, kda.sample, "chunk_kimi_delta_attention"),
     "gated_delta_rule": _Function(
         "fla.ops.gated_delta_rule",
         "chunk_gated_delta_rule",
         "gated_delta_rule",
         False,
         gated_delta_rule.choose,
+        gated_delta_rule.sample,
         "torch_chunk_gated_delta_rule",
     ),
 }
@@ -135,6 +145,123 @@ def _hub_kernel(function: _Function) -> str | None:
             if isinstance(stand_in, nn.Module) and "forward" in vars(stand_in):
                 return name
     return None
+
+
+# ------------------------------------------------------------------------------------------- the layers of a model
+
+
+def asks(module: nn.Module, op: str) -> bool:
+    """Whether the code of `module` calls the op's function, wherever it got it from."""
+    return bool(_holders(module, op))
+
+
+def _holders(module: nn.Module, op: str) -> list[Any]:
+    function = _FUNCTIONS[op]
+    public = getattr(sys.modules.get(function.package), function.name, None)
+    return [] if public is None else callers.holders(module, public)
+
+
+def serving(module: nn.Module, op: str, assumed: Assumed) -> str | Reason:
+    """The backend that would serve a call of `module` in training if what it passes fits, or why none would."""
+    function = _FUNCTIONS[op]
+    reason = why_not_reached(op)
+    if reason in (Reason.DISPATCH_DISABLED, Reason.LIBRARY_TOO_OLD):
+        return reason
+    if _is_hidden(module, op):
+        return Reason.HUB_KERNEL
+    weight = _a_projection(module)
+    if weight is None:
+        return Reason.STRUCTURE
+    if not assumed.tokens:
+        return Reason.ZERO_TOKENS
+    problem = function.sample(assumed.device or weight.device, assumed.dtype or weight.dtype)
+    found = function.choose(problem, assumed.tokens, 1)
+    return found if isinstance(found, Reason) else found.name
+
+
+def _is_hidden(module: nn.Module, op: str) -> bool:
+    """Whether a kernel from the hub stands in for the function where the layer calls it."""
+    return any(isinstance(holder, nn.Module) and "forward" in vars(holder) for holder in _holders(module, op))
+
+
+def _a_projection(module: nn.Module) -> Tensor | None:
+    """A weight of the dtype and on the device of what the layer passes. Parameters of its gate may be in fp32."""
+    return next((each for each in module.parameters() if each.dim() == 2 and each.is_floating_point()), None)
+
+
+def size_of(module: nn.Module) -> tuple[object, ...]:
+    """What two layers of one class must share to make the same call: their weights' sizes, and their options."""
+    weights = ((name, each.shape, each.dtype, each.device) for name, each in module.named_parameters())
+    # Not whole numbers: those that count make the weights' sizes, and the number of the layer means nothing.
+    options = (
+        (name, value) for name, value in vars(module).items() if isinstance(value, (str, float, bool, type(None)))
+    )
+    return (*weights, *sorted(options, key=lambda option: option[0]))
+
+
+def warm(module: nn.Module, op: str, tokens: int) -> Decision | str:
+    """Runs the call that `module` makes for one sequence of zeros, forward and backward; text says why it could not.
+
+    The layer runs up to the function, for its call to be seen, and no further; hooks of it and in it do not fire.
+    """
+    made = Reason.HUB_KERNEL if _is_hidden(module, op) else _call_of(module, tokens)
+    if isinstance(made, str):
+        return made
+    if isinstance(made, Reason):
+        return original(made)
+    request, backend, output_final_state = made
+    leaves = {name: t.detach().requires_grad_() for name, t in request.inputs._asdict().items() if _has_gradient(t)}
+    request = request._replace(inputs=request.inputs._replace(**leaves))
+    with torch.enable_grad():
+        try:
+            out, _ = dispatch.run_by(backend, request, output_final_state)
+        except dispatch.not_supported(backend):
+            return original(Reason.NO_KERNEL)
+        torch.autograd.grad(out, list(leaves.values()), torch.zeros_like(out), allow_unused=True)
+    return FUSED
+
+
+def _has_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+class _Seen(BaseException):
+    """Leaves a layer at its call of the function. No Exception, which the layer might handle."""
+
+    def __init__(self, made: tuple[Request, Backend, bool] | Reason | Exception) -> None:
+        self.made = made
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def _calls_only_seen() -> Iterator[None]:
+    """In it, and in this thread, a call that reaches a backend of ours is decided, and raises `_Seen`."""
+    _thread.only_sees = True
+    try:
+        yield
+    finally:
+        _thread.only_sees = False
+
+
+def _call_of(module: nn.Module, tokens: int) -> tuple[Request, Backend, bool] | Reason | str:
+    """What `decide` made of the layer's call in training; text says why the layer made none."""
+    weight, width = _a_projection(module), getattr(module, "hidden_size", None)
+    if weight is None or not isinstance(width, int):
+        return "the layer does not say how wide its input is"
+    try:
+        bare = callers.without_hooks(module)
+        x = torch.zeros(1, tokens, width, dtype=weight.dtype, device=weight.device, requires_grad=True)
+        with torch.enable_grad(), _calls_only_seen():
+            bare(x)
+    except _Seen as seen:
+        if isinstance(seen.made, Exception):
+            raise seen.made from None
+        return seen.made
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return "the layer made no call"
 
 
 # ------------------------------------------------------------------------------------------------------ one call
@@ -218,13 +345,16 @@ def _make_backend(base: type[Any], function: _Function, public: Any, switch: Swi
         def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
             if function_name != function.name:
                 return False, "another function"
+            only_sees = getattr(_thread, "only_sees", False)
             made: Any
             try:
                 made = switch.off or decide(function, names, args, kwargs)
-                if isinstance(made, Reason):
+                if isinstance(made, Reason) and not only_sees:
                     _raise_if_strict(made, switch, record)
             except Exception as error:
                 made = error
+            if only_sees:
+                made = _Seen(made)
             if isinstance(made, Reason):
                 count(record, original(made), _who(kwargs, record))
                 return False, made.value
@@ -234,7 +364,7 @@ def _make_backend(base: type[Any], function: _Function, public: Any, switch: Swi
     def implementation(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         made = vars(waiting).pop("made")
         try:
-            if isinstance(made, Exception):
+            if isinstance(made, BaseException):
                 raise made
             request, backend, output_final_state = made
             typed = dispatch.not_supported(backend)

@@ -137,10 +137,12 @@ def decide_module(layout: Layout, module: nn.Module, assumed: Assumed) -> Decisi
     if isinstance(weights, Reason):
         return _try_pointwise(layout, module, dtype, device, tokens, activation, weights).decision
     backend = choose_fused(weights, activation, device, dtype, tokens)
-    why_not = backend if isinstance(backend, Reason) else why_not_weights(weights)
+    if isinstance(backend, Reason):
+        return _try_pointwise(layout, module, dtype, device, tokens, activation, backend).decision
+    why_not = why_not_weights(weights)
     if why_not is not None:
         return _try_pointwise(layout, module, dtype, device, tokens, activation, why_not).decision
-    return FUSED
+    return decision(Route.FUSED, note=backend.note)
 
 
 def size_of(module: nn.Module) -> tuple[object, ...]:
@@ -389,10 +391,7 @@ def make_forward(
     _, first, *rest = inspect.signature(library_forward).parameters.values()
     ignores_keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in rest)
 
-    # Run while a compiler traces; they leave nothing in the graph.
-    @traced.constant
-    def note_trace() -> None:
-        count_trace(record, Reason.EXPORTING if torch.compiler.is_exporting() else Reason.COMPILING)
+    note_trace = traced.tracing_noted(record)
 
     @traced.constant
     def note_fused() -> None:

@@ -27,7 +27,7 @@ from ..kernels.backends import Backend
 from ..kernels.engram_gate.choose import Problem, choose
 from ..kernels.engram_gate.op import SMALLEST_EPS, Call, run_engram_gate
 from ..kernels.engram_gate.reference import wide_dtype
-from ..ledger import Record, count, count_error, count_trace
+from ..ledger import Record, count, count_error
 from ..patch import Switch
 from . import gated_mlp, traced
 
@@ -320,9 +320,7 @@ def make_forward(library_forward: Callable[..., Any], switch: Switch, record: Re
     of_cache = list(signature.parameters)[3]
     apply_mask = inner.__globals__.get("apply_mask_to_padding_states")
 
-    @traced.constant
-    def note_trace() -> None:
-        count_trace(record, Reason.EXPORTING if torch.compiler.is_exporting() else Reason.COMPILING)
+    note_trace = traced.tracing_noted(record)
 
     @functools.wraps(library_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

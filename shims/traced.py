@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import guard
-from ..decline import Route
+from ..decline import Reason, Route
 from ..kernels.gated_mlp.choose import Problem
+from ..ledger import Record, count_trace
 from ..patch import Switch
 from . import activations
 
@@ -64,6 +65,16 @@ def _serving(
 
     where = torch.device(device) if index is None else torch.device(device, index)
     return library.serving(Problem(Route.FUSED, where, dtype, hidden, inner, activation, bias=False))
+
+
+def tracing_noted(record: Record) -> Callable[[], None]:
+    """What a patched forward calls where a compiler gets the library's code. It leaves nothing in the graph."""
+
+    @constant
+    def note() -> None:
+        count_trace(record, Reason.EXPORTING if torch.compiler.is_exporting() else Reason.COMPILING)
+
+    return note
 
 
 def run(layout: Layout, module: Any, x: Any, switch: Switch) -> Tensor | None:

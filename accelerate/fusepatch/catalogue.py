@@ -60,7 +60,7 @@ class Shim(Protocol):
 
 
 class RegistryShim(Protocol):
-    """What a module in shims/ provides for a function that asks a registry of backends, which has no modules."""
+    """What a module in shims/ provides for a function that asks a registry of backends: it serves every model."""
 
     def wants_module(self, name: str) -> bool:
         """Whether the function is there once the module `name` is imported."""
@@ -70,6 +70,18 @@ class RegistryShim(Protocol):
 
     def why_not_reached(self, op: str) -> Reason | None:
         """Why calls of the library's function, or those of some models, do not reach a registered backend."""
+
+    def asks(self, module: nn.Module, op: str) -> bool:
+        """Whether `module` is a layer that calls the op's function."""
+
+    def serving(self, module: nn.Module, op: str, assumed: Assumed) -> str | Reason:
+        """The backend that would serve a call of `module` if what it passes fits, or why none would."""
+
+    def size_of(self, module: nn.Module) -> tuple[object, ...]:
+        """What two layers of one class must share to make the same call."""
+
+    def warm(self, module: nn.Module, op: str, tokens: int) -> Decision | str:
+        """Runs the call that `module` makes, forward and backward, on dummy data; text says why it could not."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +140,9 @@ TARGETS: tuple[Target, ...] = (
     ),
 )
 CLASS_TARGETS = tuple(target for target in TARGETS if not target.in_registry)
-"""Those that patch the forwards of classes, and so have modules."""
+"""Those that patch the forwards of classes."""
+REGISTRY_TARGETS = tuple(target for target in TARGETS if target.in_registry)
+"""Those that register a backend for a function."""
 
 
 def targets_of(op: str) -> tuple[Target, ...]:
@@ -217,9 +231,21 @@ def find_in_module(target: Target, module: ModuleType | None) -> list[type[nn.Mo
 
 def find_in_model(target: Target, model: nn.Module) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
     """(name, module, class to patch) of every module in `model` whose class matches, whoever wrote the class."""
-    if target.in_registry:
-        return  # a function has no modules: it serves every model or none
     for name, module in model.named_modules():
         owner = owner_of(type(module))
         if owner is not None and target.shim.matches(forward_of(owner)):
             yield name, module, owner
+
+
+def find_callers(target: Target, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of every layer in `model` that calls the function of a target in a registry."""
+    for name, module in model.named_modules():
+        if target.registry_shim.asks(module, target.op):
+            yield name, module
+
+
+def find_served(target: Target, model: nn.Module) -> list[nn.Module]:
+    """The modules in `model` that the target could serve, of either kind."""
+    if target.in_registry:
+        return [module for _, module in find_callers(target, model)]
+    return [module for _, module, _ in find_in_model(target, model)]

@@ -314,14 +314,16 @@ class Decision:
 
     route: Route
     reason: Reason | None
+    note: str = ""
+    """What else `explain()` says of the kernels that would serve; empty for calls."""
 
 
-_INTERNED: dict[tuple[Route, Reason | None], Decision] = {}
+_INTERNED: dict[tuple[Route, Reason | None, str], Decision] = {}
 
 
-def decision(route: Route, reason: Reason | None = None) -> Decision:
-    """The one `Decision` of this route and reason."""
-    key = (route, reason)
+def decision(route: Route, reason: Reason | None = None, note: str = "") -> Decision:
+    """The one `Decision` of this route, reason and note."""
+    key = (route, reason, note)
     return _INTERNED.get(key) or _INTERNED.setdefault(key, Decision(*key))
 
 

@@ -64,7 +64,7 @@ class _Plan:
     target: Target
     places: tuple[Place, ...] = ()
     modules: tuple[nn.Module, ...] = ()
-    """The modules of `model=`; empty where every instance is meant."""
+    """The modules of `model=`; empty where every instance is meant. A backend in a registry serves others too."""
     reason: Reason | None = None
     """Why nothing would be patched, now or later."""
 
@@ -78,9 +78,10 @@ def accelerate(
     """Patches every target of `ops` (all ops that are on by default, where None), and returns `status()`.
 
     A library that is installed but not imported yet is patched when it is imported. With `model`, only the classes
-    found in that built model are patched, remote code included, and only its modules are served. `strict` makes every
-    later call raise DeclinedError where the library's own code would run. Calling it again is harmless, and reads the
-    environment again.
+    found in that built model are patched, remote code included, and only its modules are served. An op whose backend is
+    registered with a function of the library (`kda`, `gated_delta_rule`) serves every model, also where `model` is
+    given. `strict` makes every later call raise DeclinedError where the library's own code would run. Calling it again
+    is harmless, and reads the environment again.
 
     Raises ValueError or TypeError for an op that does not exist, a model that is none or has no eligible module,
     SettingsError for the environment, and ImportError where an op asked for by name has no target that is installed.
@@ -199,6 +200,15 @@ def live_modules(model: nn.Module) -> list[tuple[Target, nn.Module, type[nn.Modu
         ]
 
 
+def live_backend(target: Target) -> BackendPatch | None:
+    """Our backend for a target in a registry, where `accelerate()` has registered it."""
+    with _state.lock:
+        for found in _state.patches.values():
+            if isinstance(found, BackendPatch) and found.target == target.name:
+                return None if found.switch.off is Reason.RESTORED else found
+    return None
+
+
 @contextlib.contextmanager
 def settings_in_force() -> Iterator[settings.Settings]:
     """The settings that decisions see now: those of `accelerate()`, or the environment's where it is not on."""
@@ -226,10 +236,13 @@ def _resolve(target: Target, model: nn.Module | None, allowed: bool) -> _Plan:
     if not allowed:
         return _Plan(target, reason=Reason.ENV_DISABLED)
     if model is not None:
-        found = list(catalogue.find_in_model(target, model))
-        owners = dict.fromkeys(owner for _, _, owner in found)
-        modules = tuple(module for _, module, _ in found)
-        return _Plan(target, tuple(owners), modules, None if found else Reason.FORWARD_DIFFERS)
+        modules = tuple(catalogue.find_served(target, model))
+        if not modules:
+            return _Plan(target, reason=Reason.FORWARD_DIFFERS)
+        if target.in_registry:
+            return _Plan(target, tuple(catalogue.places_in_library(target)), modules)
+        owners = dict.fromkeys(catalogue.owner_of(type(module)) for module in modules)
+        return _Plan(target, tuple(owner for owner in owners if owner is not None), modules)
     if not importhook.is_installed(target.library):
         return _Plan(target, reason=Reason.MISSING_PACKAGE)
     return _Plan(target, tuple(catalogue.places_in_library(target)))
@@ -239,7 +252,7 @@ def _check_plans(plans: list[_Plan], named: set[str], model: nn.Module | None) -
     """Raises where what was asked for can't be had at all."""
     live = [plan for plan in plans if plan.reason is not Reason.ENV_DISABLED]
     if model is not None:
-        if live and not any(plan.places for plan in live):
+        if live and not any(plan.modules for plan in live):
             raise ValueError(
                 f"{type(model).__name__} has no module that an op of fusepatch serves. "
                 "print(fusepatch.explain(model)) shows what was looked at, and why each did not match."
@@ -305,7 +318,7 @@ def _patch(target: Target, place: Place, modules: Sequence[nn.Module] = ()) -> N
     known = _state.patches.get(place)
     found = _make(target, place, known)
     newly_on = known is not found or found.switch.off is Reason.RESTORED
-    if target.name in _state.whole_library:
+    if target.name in _state.whole_library or target.in_registry:
         found.switch.only = None
     elif newly_on:
         found.switch.only = weakref.WeakSet(modules)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from . import catalogue, entry, patch, settings, table
 from .catalogue import Assumed, Target
-from .decline import Decision, Reason, original
+from .decline import FUSED, Decision, Reason, original
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,16 @@ class ModuleRoute:
     fix: str | None
     patched: bool
     """Whether the class is patched now. Where it is not, `route` is what `accelerate()` would bring."""
+    backend: str | None = None
+    """Of a layer that calls a function of its library: what would serve the call, if it fits."""
+    note: str = ""
+    """What else there is to say of the kernels that would serve: the choice that `fusepatch tune` made, or what they
+    save."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether a call takes this route whatever a layer passes to the library's function."""
+        return self.backend is None
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,8 @@ class Explanation:
             return f"{head}\nno module that an op of fusepatch could serve"
 
         def key(module: ModuleRoute) -> tuple[str, ...]:
-            return (_pattern(module.name), module.class_name, module.route, module.reason or "", str(module.patched))
+            why = (module.reason or "", module.backend or "", str(module.patched))
+            return (_pattern(module.name), module.class_name, module.route, *why)
 
         groups = [list(found) for _, found in itertools.groupby(sorted(self.modules, key=key), key=key)]
         rows = [
@@ -56,17 +68,24 @@ class Explanation:
                 _pattern(found[0].name),
                 len(found),
                 found[0].class_name.rpartition(".")[2],
-                found[0].route,
+                found[0].route if found[0].backend is None else f"{found[0].route} ({found[0].backend}), if it fits",
                 found[0].reason or "-",
                 "yes" if found[0].patched else "no",
             )
             for found in groups
         ]
         lines = [head, table.render(("module", "count", "class", "route", "why not faster", "patched"), rows)]
+        functions = dict.fromkeys(module.op for module in self.modules if not module.certain)
+        if functions:
+            lines.append(
+                f"if it fits: what a layer passes to the function of {', '.join(functions)} (options, sizes of heads) "
+                "is seen only when it calls. warmup() makes such a call, and status() counts those that declined."
+            )
         reasons = {module.reason for module in self.modules}
         lines += [
             f"{reason.value}: {reason.meaning}. Fix: {reason.fix}." for reason in Reason if reason.value in reasons
         ]
+        lines += dict.fromkeys(module.note for module in self.modules if module.note)
         return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -84,7 +103,10 @@ def explain(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> Explanation:
-    """Walks a built model and says, per gated MLP, which route a plain eager call would take, and why.
+    """Walks a built model and says, per module that an op serves, which route a plain eager call would take, and why.
+
+    Layers that call a function of FLA for which a backend of ours can be registered are found by what their code reads.
+    What they pass is not known before they do, so for them it is said what would serve a call that fits.
 
     `tokens` is the number of tokens in one call (batch times sequence length). `device` and `dtype` are what to assume
     instead of those of the weights: a model on the meta device can be explained for the GPU it will be loaded on.
@@ -104,7 +126,10 @@ def explain(
         rows = [
             row
             for name, module in model.named_modules()
-            for row in (_explain_module(name, module, assumed, current),)
+            for row in (
+                _explain_module(name, module, assumed, current),
+                *_explain_calls(name, module, assumed, current),
+            )
             if row is not None
         ]
     return Explanation(type(model).__name__, tokens, tuple(rows))
@@ -140,6 +165,25 @@ def _explain_module(name: str, module: nn.Module, assumed: Assumed, current: set
             made = original(Reason.FOREIGN_FORWARD if foreign else Reason.FORWARD_DIFFERS)
             return _row(name, owner, target, made, patched=False)
     return None
+
+
+def _explain_calls(name: str, module: nn.Module, assumed: Assumed, current: settings.Settings) -> Iterator[ModuleRoute]:
+    """What becomes of the calls that a layer makes of functions which ask a registry."""
+    for target in catalogue.REGISTRY_TARGETS:
+        if not target.registry_shim.asks(module, target.op):
+            continue
+        backend = entry.live_backend(target)
+        live = backend is not None
+        found: str | Reason
+        if not current.allows(target.op, named=live):
+            found = Reason.ENV_DISABLED
+        elif backend is not None and backend.switch.off is not None:
+            found = backend.switch.off
+        else:
+            found = target.registry_shim.serving(module, target.op, assumed)
+        made = original(found) if isinstance(found, Reason) else FUSED
+        row = _row(name, type(module), target, made, patched=live)
+        yield row if isinstance(found, Reason) else dataclasses.replace(row, backend=found)
 
 
 def _decide(
@@ -180,4 +224,5 @@ def _row(name: str, owner: type, target: Target, made: Decision, *, patched: boo
         reason=None if made.reason is None else made.reason.value,
         fix=None if made.reason is None else made.reason.fix,
         patched=patched,
+        note=made.note,
     )

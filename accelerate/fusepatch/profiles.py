@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,11 +43,12 @@ class Measured:
     modes: tuple[str, ...]
     """What must not become slower; the first decided which is fastest."""
     backend: str | None
-    """The fastest; None where the library's own code was, or nothing else was apart from it."""
+    """The fastest, and after a slash the choice that it was fastest with; None where the library's own code was, or
+    nothing else was apart from it."""
     over_library: Mapping[str, Mapping[str, float]]
-    """Time over the library's own, by backend and mode: medians."""
+    """Time over the library's own, by backend or choice, and mode: medians."""
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """Backends that could not be measured, and why."""
+    """Backends and choices that could not be measured, and why."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def identity(kind: str) -> dict[str, str]:
 
 
 def winners(op: str, problem: str, device: torch.device) -> dict[int, tuple[str | None, ...]]:
-    """By number of tokens, ascending: the fastest backends of the modules that pose this problem, each once.
+    """By number of tokens, ascending: the fastest backends or choices of the modules that pose this problem, each once.
 
     None among them is the library's own code.
     """
@@ -158,14 +159,26 @@ def place(wanted: Mapping[str, str]) -> Path:
 
 
 def read(wanted: Mapping[str, str]) -> Profile | None:
-    """The profile made for exactly this; None where there is none, or it can't be read or trusted."""
+    """The profile made for exactly this; None where there is none, it can't be read or trusted, or names a choice that
+    there is not."""
     path = place(wanted)
     if path not in _files():
         return None
     found = _parse(path)
     if found is None:
         log.warning("the profile %s is damaged, and is ignored: run `fusepatch tune` again", path)
-    return found if found is not None and found.identity == dict(wanted) else None
+    if found is None or found.identity != dict(wanted):
+        return None
+    unknown = sorted({each.backend for each in found.measured if each.backend and not _is_known(each)})
+    if unknown:
+        log.info("%s. `fusepatch tune` makes one for here", _ignored([f"{name} (here -)" for name in unknown]))
+    return None if unknown else found
+
+
+def _is_known(found: Measured) -> bool:
+    """Whether the choice that won is one of this version's; one that won without a choice always is."""
+    known = settings.OPS[found.op].choices if found.op in settings.OPS else ()
+    return "/" not in str(found.backend) or found.backend in known
 
 
 def add(wanted: Mapping[str, str], new: Measured) -> bool:
@@ -198,8 +211,12 @@ def _others_than(wanted: Mapping[str, str]) -> list[str]:
             for name in sorted({*wanted, *found.identity})
             if found.identity.get(name) != wanted.get(name)
         ]
-        said.append(f"a profile is ignored, since it was made with {', '.join(differs)}")
+        said.append(_ignored(differs))
     return said
+
+
+def _ignored(differs: Sequence[str]) -> str:
+    return f"a profile is ignored, since it was made with {', '.join(differs)}"
 
 
 def _parse(path: Path) -> Profile | None:

@@ -47,6 +47,8 @@ class TargetStatus:
     """Why it is off, or why some models' calls do not reach it."""
     fix: str | None
     classes: tuple[ClassStatus, ...]
+    note: str | None = None
+    """What else there is to say of it while it is on."""
 
     def total(self, what: str) -> dict[str, int]:
         """`calls`, `declines`, `traces`, `captured` or `errors`, summed over the classes."""
@@ -132,6 +134,7 @@ class Status:
                 ),
             ]
         notes = dict.fromkeys(note for target in self.targets for each in target.classes for note in each.notes)
+        notes = {**dict.fromkeys(f"{each.name}: {each.note}" for each in self.targets if each.note), **notes}
         lines += ["", *notes] if notes else []
         return "\n".join(lines)
 
@@ -183,6 +186,9 @@ def build_status(
     return Status(tuple(_target_status(target, patches, outcomes) for target in shown), strict, disabled)
 
 
+_SERVES_ALL = "serves the calls of the library's function in every model, whatever model accelerate() was given"
+
+
 def _target_status(
     target: catalogue.Target, patches: Sequence[Patch], outcomes: Mapping[str, Reason | None]
 ) -> TargetStatus:
@@ -197,6 +203,7 @@ def _target_status(
         reason = target.registry_shim.why_not_reached(target.op) if target.in_registry else None
         if reason in (Reason.DISPATCH_DISABLED, Reason.LIBRARY_TOO_OLD):
             state = "off"  # the library is imported, and asks nobody
+    is_on = state in ("patched", "pending")
     return TargetStatus(
         target.name,
         target.library,
@@ -205,6 +212,7 @@ def _target_status(
         None if reason is None else reason.value,
         None if reason is None else reason.fix,
         classes,
+        _SERVES_ALL if target.in_registry and is_on else None,
     )
 
 

@@ -233,7 +233,7 @@ def _remembered_or_run(check: Check, device: torch.device, kind: str) -> Verdict
                     _write(path, found, key)
     if found.outcome is not Outcome.PASSED:
         log.warning(
-            "self-check %s on %s %s: %s. The library's own code runs instead.",
+            "self-check %s on %s %s: %s. What it checks is off here.",
             check,
             kind,
             found.outcome.value,
@@ -265,17 +265,20 @@ def run(check: Check, device: torch.device, *, limit_s: float = CHILD_LIMIT_S) -
     command = [sys.executable, "-m", "fusepatch.selfcheck_child", check.module, check.case, str(device)]
     # -m puts the working folder first on sys.path: with ours as that, the child finds this very fusepatch, and no
     # module of the user's hides one of torch's.
-    child = subprocess.Popen(
-        command,
-        cwd=Path(__file__).parent.parent,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    try:
+        child = subprocess.Popen(
+            command,
+            cwd=Path(__file__).parent.parent,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except (OSError, TypeError) as error:  # an embedded Python has no executable; or no more processes may start
+        return Verdict(Outcome.INCONCLUSIVE, f"no child process could be started: {error}")
     try:
         output, complaints = child.communicate(timeout=limit_s)
         code: int | None = child.returncode

@@ -31,6 +31,8 @@ class OpOptions:
     name: str
     backends: tuple[str, ...]
     """Values of `FUSEPATCH_<OP>_BACKEND` besides `auto`."""
+    choices: tuple[str, ...] = ()
+    """What `fusepatch tune` tries of a backend that won: other ways to cut its work up, as `<backend>/<choice>`."""
     default: bool = True
     """Whether `accelerate()` without names turns the op on."""
     remark: str = ""
@@ -40,7 +42,17 @@ class OpOptions:
 OPS: dict[str, OpOptions] = {
     op.name: op
     for op in (
-        OpOptions("gated_mlp", backends=("triton", "hopper", "cudnn", "triton_gemm", "blackwell", "reference")),
+        OpOptions(
+            "gated_mlp",
+            backends=("triton", "hopper", "cudnn", "triton_gemm", "blackwell", "reference"),
+            choices=(
+                "hopper/small-groups",
+                "hopper/large-groups",
+                "hopper/swapped-backward",
+                "hopper/own-products",
+                "hopper/cublas-products",
+            ),
+        ),
         OpOptions("engram_gate", backends=("triton", "cudnn_engram", "reference"), default=False),
         OpOptions(
             "kda",
@@ -94,7 +106,8 @@ LOG_LEVELS = ("off", "warning", "info", "debug")
 def _default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "fusepatch"
+        # A relative one is to be ignored, by the specification of these variables: children run in other folders.
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fusepatch"
     except RuntimeError:  # a user without a home, as in some containers
         return Path(tempfile.gettempdir()) / f"fusepatch-{os.getuid()}"
 
@@ -161,6 +174,7 @@ class OpSettings:
     route: Route | None
     """The fastest route allowed; None where unset, which allows every route."""
     backend: str
+    """`auto`, one of the op's backends, or, while `fusepatch tune` measures it, one of the op's choices."""
 
 
 @dataclass(frozen=True, eq=False)

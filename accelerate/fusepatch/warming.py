@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from . import catalogue, entry, table
-from .decline import Route
+from .decline import Decision, Route
+
+NOT_RUN = "not run"
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Warmed:
     modules: int
     """How many modules of the model are of this kind."""
     route: str
+    """`not run` where a layer could not be run by itself."""
     reason: str | None
     seconds: float
 
@@ -38,7 +41,7 @@ class WarmupReport:
     @property
     def native(self) -> int:
         """How many of the rows a native route will serve."""
-        return sum(row.route != Route.ORIGINAL.value for row in self.rows)
+        return sum(row.route not in (Route.ORIGINAL.value, NOT_RUN) for row in self.rows)
 
     def __str__(self) -> str:
         rows = [
@@ -61,8 +64,11 @@ def warmup(model: nn.Module, token_counts: int | Sequence[int]) -> WarmupReport:
     `token_counts` are numbers of tokens in one call: batch times sequence length. The model's weights are read and
     nothing of it is changed. Call it after `accelerate()` and after the model is on its device.
 
-    Raises TypeError or ValueError for arguments of another kind, and RuntimeError where `accelerate()` has patched no
-    class of the model: a warm-up that warms nothing must not pass for one that did.
+    Of a layer that calls a function with a backend of ours, such as FLA's `chunk_kda`, what comes before the call is
+    run too, since it tells what the layer passes; where that fails, the row says `not run`, and why.
+
+    Raises TypeError or ValueError for arguments of another kind, and RuntimeError where `accelerate()` has patched
+    nothing that the model uses: a warm-up that warms nothing must not pass for one that did.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"warmup() takes a torch.nn.Module, got {type(model).__name__}")
@@ -71,29 +77,51 @@ def warmup(model: nn.Module, token_counts: int | Sequence[int]) -> WarmupReport:
         raise TypeError(f"token_counts must be a whole number or several, got {token_counts!r}")
     if min(counts) < 1:
         raise ValueError(f"token_counts must be positive, got {token_counts!r}")
+    rows = [*_warm_modules(model, sorted(set(counts))), *_warm_callers(model, sorted(set(counts)))]
+    if not rows:
+        raise RuntimeError(
+            f"nothing that {type(model).__name__} uses is patched: call accelerate() first. "
+            "print(fusepatch.explain(model)) says which would be."
+        )
+    return WarmupReport(tuple(rows))
+
+
+def _warm_modules(model: nn.Module, counts: Sequence[int]) -> list[Warmed]:
+    """The modules whose class is patched."""
     kinds: dict[tuple[object, ...], list[tuple[catalogue.Target, nn.Module, type[nn.Module]]]] = {}
     for target, module, owner in entry.live_modules(model):
         key = (owner, target.shim.size_of(module))
         kinds.setdefault(key, []).append((target, module, owner))
-    if not kinds:
-        raise RuntimeError(
-            f"no class of {type(model).__name__} is patched: call accelerate() first. "
-            "print(fusepatch.explain(model)) says which would be."
-        )
     rows = []
     for found in kinds.values():
         target, module, owner = found[0]
-        for tokens in sorted(set(counts)):
+        for tokens in counts:
             start = time.perf_counter()
             made = target.shim.warm(module, catalogue.forward_of(owner), tokens)
-            rows.append(
-                Warmed(
-                    f"{owner.__module__}.{owner.__qualname__}",
-                    tokens,
-                    len(found),
-                    made.route.value,
-                    None if made.reason is None else made.reason.value,
-                    time.perf_counter() - start,
-                )
-            )
-    return WarmupReport(tuple(rows))
+            rows.append(_row(owner, tokens, len(found), made, start))
+    return rows
+
+
+def _warm_callers(model: nn.Module, counts: Sequence[int]) -> list[Warmed]:
+    """The layers that call a function for which a backend of ours is registered."""
+    rows = []
+    for target in catalogue.REGISTRY_TARGETS:
+        backend = entry.live_backend(target)
+        if backend is None or backend.switch.off is not None:
+            continue
+        kinds: dict[tuple[object, ...], list[nn.Module]] = {}
+        for _, module in catalogue.find_callers(target, model):
+            kinds.setdefault((type(module), target.registry_shim.size_of(module)), []).append(module)
+        for found in kinds.values():
+            for tokens in counts:
+                start = time.perf_counter()
+                made = target.registry_shim.warm(found[0], target.op, tokens)
+                rows.append(_row(type(found[0]), tokens, len(found), made, start))
+    return rows
+
+
+def _row(kind: type, tokens: int, modules: int, made: Decision | str, start: float) -> Warmed:
+    name, seconds = f"{kind.__module__}.{kind.__qualname__}", time.perf_counter() - start
+    if isinstance(made, str):
+        return Warmed(name, tokens, modules, NOT_RUN, made, seconds)
+    return Warmed(name, tokens, modules, made.route.value, None if made.reason is None else made.reason.value, seconds)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import os
+import shutil
 import subprocess
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ import fake_cuda
 import pytest
 import torch
 
-from fusepatch import settings
+from fusepatch import selfcheck, settings
 from fusepatch.kernels.cute import artefacts, compile_ahead, compiling
 from fusepatch.kernels.gated_mlp import blackwell, hopper, hopper_configuration, launching
 from fusepatch.kernels.gated_mlp.hopper_configuration import ARCH, Size, configurations, forward_configuration
@@ -43,9 +47,9 @@ def forbidden(configuration: object, options: str) -> Any:
 
 @needs_the_dsl
 def test_what_was_compiled_ahead_is_loaded(folder: Path) -> None:
-    """One that can't be compiled, for its dtype here, takes nothing with it but what its process had still to do."""
+    """One that can't be compiled, for its dtype here, takes none of the others with it."""
     wrong = dataclasses.replace(FORWARD, dtype="float64")
-    compile_ahead.compile_ahead((*THREE, wrong, THREE[0]), launching.build, ARCH)
+    compile_ahead.compile_ahead((wrong, *THREE, THREE[0]), launching.build, ARCH)
     assert len(list(folder.glob("*.so"))) == 3
     for each in THREE:
         compiling.compiled(each, forbidden, ARCH)
@@ -53,22 +57,73 @@ def test_what_was_compiled_ahead_is_loaded(folder: Path) -> None:
         compiling.compiled(wrong, forbidden, ARCH)
 
 
+class Child:
+    """A process that takes its work and comes to its end."""
+
+    returncode = 0
+
+    def __init__(self) -> None:
+        self.stdin = io.BytesIO()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def kill(self) -> None: ...
+
+
 @pytest.fixture
 def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The commands of the processes that would have been started."""
     commands: list[Any] = []
 
-    def popen(command: list[str], **_: object) -> Any:
+    def popen(command: list[str], *, cwd: Path, env: dict[str, str], **_: object) -> Any:
+        assert (cwd / "fusepatch" / "__init__.py").is_file()
+        assert env["FUSEPATCH_CACHE_DIR"] == str(folder.parent)
         commands.append(command)
-        raise OSError("no more processes")
+        return Child()
+
+    monkeypatch.setattr(artefacts, "linker", lambda: "cc")
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     return commands
 
 
-def test_processes_that_can_not_start_are_no_error(started: list[Any]) -> None:
+@pytest.mark.parametrize(("processors", "expected"), [(2, 2), (3, 3), (64, 4)])
+def test_how_many_processes(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, processors: int, expected: int
+) -> None:
+    """As many as there are processors, and four at most: each needs memory."""
+    monkeypatch.setattr(compile_ahead, "_processors", lambda: processors)
+    many = [dataclasses.replace(each, dtype=dtype) for each in THREE for dtype in ("bfloat16", "float16")]
+    compile_ahead.compile_ahead(many, launching.build, ARCH)
+    assert len(started) == expected
+
+
+def test_processes_that_can_not_start_are_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def popen(*_: object, **__: object) -> Any:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(artefacts, "linker", lambda: "cc")
+    monkeypatch.setattr(subprocess, "Popen", popen)
     compile_ahead.compile_ahead(THREE, launching.build, ARCH)
-    assert len(started) == 2
+
+
+def test_a_process_that_ends_at_once_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artefacts, "linker", lambda: "cc")
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    compile_ahead.compile_ahead(THREE, launching.build, ARCH)
+
+
+@pytest.mark.parametrize("missing", ["a linker", "an executable"])
+def test_what_could_not_be_kept_or_started_is_not_tried(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    if missing == "a linker":
+        monkeypatch.setattr(artefacts, "linker", lambda: None)
+    else:
+        monkeypatch.setattr(sys, "executable", "")
+    compile_ahead.compile_ahead(THREE, launching.build, ARCH)
+    assert started == []
 
 
 def test_few_that_are_missing_start_nothing(started: list[Any], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -96,21 +151,26 @@ def test_a_folder_that_others_may_write_starts_nothing(started: list[Any], folde
     assert started == []
 
 
-def test_a_process_that_hangs_is_ended(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_hang_are_ended_together(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_build.py").write_text(
-        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\ntime.sleep(600)\n"
         "def build(configuration, options): ...\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    module = type(launching)("slow_build")
+    module = types.ModuleType("slow_build")
     exec("def build(configuration, options): ...", module.__dict__)
-    monkeypatch.setitem(__import__("sys").modules, "slow_build", module)
-    monkeypatch.setattr(compile_ahead, "LIMIT_S", 10.0)
+    monkeypatch.setitem(sys.modules, "slow_build", module)
+    monkeypatch.setattr(artefacts, "linker", lambda: "cc")
+    monkeypatch.setattr(compile_ahead, "LIMIT_S", 12.0)
     began = time.monotonic()
     compile_ahead.compile_ahead(THREE, module.build, ARCH)
-    assert time.monotonic() - began < 60
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert time.monotonic() - began < 2 * compile_ahead.LIMIT_S
+    assert compile_ahead.LIMIT_S < selfcheck.CHILD_LIMIT_S / 2
+    hung = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert hung
+    for number in hung:
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -17,6 +17,7 @@ import pytest
 import torch
 from plain_products import PlainProducts, with_products
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusepatch import selfcheck, settings
 from fusepatch.decline import Reason, Route
@@ -29,9 +30,11 @@ from fusepatch.kernels.gated_mlp import (
     hopper_configuration,
     hopper_products,
     launching,
+    library,
     op,
     reference,
 )
+from fusepatch.kernels.gated_mlp.hopper_configuration import Kind
 
 DTYPES = [torch.bfloat16, torch.float16]
 # Two dtypes, three activations, three sizes, two kernels, and what each writes: 72, at 1 to 3 s.
@@ -91,8 +94,7 @@ def test_machine_code_with_biases(
 def test_machine_code_of_the_products(
     sm90: None, tmp_path: Path, kind: hopper_configuration.Kind, columns: int, dtype: torch.dtype
 ) -> None:
-    configuration = hopper_configuration.product_configuration(kind, dtype, 1, 8, 8, 66, columns)
-    assert configuration is not None
+    configuration = hopper_configuration.product(kind, dtype, columns)
     operations = _inspected(configuration, tmp_path)
     assert not operations.keys() & {"LDG", "STG", "LD", "ST", "LDGSTS"}, operations
     assert operations["UTMASTG"] == configuration.parts * configuration.outputs
@@ -177,24 +179,52 @@ def test_the_self_check_has_a_shape_for_each_way_of_cutting_the_work_up() -> Non
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "inner", "served"),
+    ("tokens", "hidden", "inner", "clusters", "served"),
     [
-        (8192, 5120, 17408, {"dx": 160, "d_weights": 192, "d_down": 192}),
-        (8192, 4096, 14336, {"d_weights": 192}),
-        (8192, 2048, 8192, {}),
-        (16384, 1024, 3072, {"d_weights": 192, "d_down": 192}),
-        (4099, 4096, 11008, {}),
-        (8191, 5120, 17408, {}),
-        (0, 5120, 17408, {}),
+        (8192, 5120, 17408, 66, {"dx": 160, "d_weights": 192, "d_down": 192}),
+        (8192, 4096, 14336, 66, {"d_weights": 192}),
+        (8192, 2048, 8192, 66, {}),
+        (16384, 1024, 3072, 66, {"d_weights": 192, "d_down": 192}),
+        (4099, 4096, 11008, 66, {}),
+        (8191, 5120, 17408, 66, {}),
+        (8192, 5120, 17408, 57, {}),  # another GPU
+        (8192, 5120, 17408, 0, {}),
+        (65536, 512, 8192, 66, {}),  # narrower than what was timed
+        (65536, 5120, 64, 66, {}),
+        (0, 5120, 17408, 66, {}),
     ],
 )
-def test_which_products_serve_which_sizes(tokens: int, hidden: int, inner: int, served: dict[str, int]) -> None:
+def test_which_products_serve_which_sizes(
+    tokens: int, hidden: int, inner: int, clusters: int, served: dict[str, int]
+) -> None:
     """On an H200, of 66 clusters: as measured there."""
-    found = {
-        kind.value: hopper_configuration.product_configuration(kind, torch.bfloat16, tokens, hidden, inner, 66)
-        for kind in hopper_configuration.Kind
-    }
-    assert {name: each.tile.columns for name, each in found.items() if each is not None} == served
+    sizes = tokens, hidden, inner, clusters
+    found = {kind.value: hopper_configuration.columns_for(kind, *sizes) for kind in hopper_configuration.Kind}
+    assert {name: columns for name, columns in found.items() if columns is not None} == served
+    configurations = hopper_configuration.products_for(torch.bfloat16, *sizes)
+    assert sorted(each.tile.columns for each in configurations) == sorted(served.values())
+
+
+def test_a_round_that_is_not_full_keeps_cublas() -> None:
+    """Where a choice lets them serve anywhere, the rounds of tiles are those of the GPU that is there."""
+    cut = dataclasses.replace(hopper_configuration.CUTS[""], anywhere=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(hopper_configuration.CUTS, "", cut)
+        columns = {
+            clusters: [hopper_configuration.columns_for(kind, 8192, 5120, 17408, clusters) for kind in Kind]
+            for clusters in (66, 57, 39)
+        }
+    assert columns == {66: [160, 192, 192], 57: [None, 192, 192], 39: [160, 192, 192]}
+
+
+def test_the_self_check_and_gpu_tests_give_each_warp_group_several_tiles() -> None:
+    """Of 66 clusters with two warp groups, in every product kernel: phases and buffers go on from tile to tile."""
+    tokens, hidden, inner = check._PRODUCT_SHAPE
+    for kind in Kind:
+        for columns in hopper_configuration.COLUMNS[kind]:
+            across = tokens if kind is Kind.DX else inner
+            each = -(-hidden // 256) * -(-across // columns)
+            assert each * (2 if kind is Kind.D_WEIGHTS else 1) > 3 * 66, (kind, columns)
 
 
 def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +247,7 @@ def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_capture_waits_for_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_products, "clusters_of", lambda device: 66)
-    products = hopper_configuration.product_configurations(torch.bfloat16, 16384, 1024, 3072, 66)
+    products = hopper_configuration.products_for(torch.bfloat16, 16384, 1024, 3072, 66)
     assert len(products) == 2
     needed = *hopper.configurations(torch.bfloat16, "silu", hopper.Size.SHALLOW), *products
     assert len(set(needed)) == 6
@@ -441,16 +471,42 @@ def test_the_self_check_covers_the_products(monkeypatch: pytest.MonkeyPatch) -> 
     right = PlainProducts()
     backend = with_products(monkeypatch, right)
     assert check._products(backend, torch.device("cpu"), torch.bfloat16, _Steps()) == []
-    assert sorted(right.asked) == sorted(["dx"] * 4 + ["d_weights"] * 2 + ["d_down"] * 2)
-    for name in ("dx", "d_weights", "d_down"):
+    assert sorted(right.asked) == sorted(["dx"] * 4 + ["d_weights"] * 2 + ["d_down"])
+    for name, spoil in {
+        "dx": lambda found: found.roll(1, 0),
+        "d_weights": lambda found: (found[0], None if found[1] is None else found[1] * 1.02),  # of up alone
+        "d_down": lambda found: found.roll(1, 1),
+    }.items():
         wrong = PlainProducts()
         backend = with_products(monkeypatch, wrong)
         plain = getattr(wrong, name)
-
-        def swapped(first: Tensor, *rest: Any, plain: Any = plain, **options: Any) -> Any:
-            return plain(first.roll(1, 0), *rest, **options)
-
-        setattr(wrong, name, swapped)
+        setattr(wrong, name, lambda *given, plain=plain, spoil=spoil, **options: spoil(plain(*given, **options)))
         seen = check._products(backend, torch.device("cpu"), torch.bfloat16, _Steps())
         assert seen
         assert all(text.startswith(f"{name} of") for text in seen)
+
+
+def test_what_hoppers_self_check_does_besides_the_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are compiled ahead, for this very case; and its products are checked."""
+    asked: list[Any] = []
+    assert choose.labelled("hopper").products == hopper_products.__name__
+    monkeypatch.setattr(hopper, "compile_ahead", lambda *case: asked.append(case))
+    own = dataclasses.replace(choose.labelled("hopper"), module=reference.__name__)
+    stand_in = with_products(monkeypatch, PlainProducts(), own)
+    monkeypatch.setattr(choose, "BACKENDS", (stand_in, choose.REFERENCE))
+    monkeypatch.setattr(check, "_FUSED_SHAPES", ((7, 24, 40),))
+    monkeypatch.setattr(check, "_products", lambda *given: ["of the products"])
+    device = torch.device("cpu")
+    assert check.run("hopper fused bfloat16 gelu biased", device, _Steps()) == ["of the products"]
+    assert asked == [(device, torch.bfloat16, "gelu", True)]
+
+
+def test_a_mode_sees_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = PlainProducts()
+    backend = with_products(monkeypatch, products)
+    tensors = [torch.randn(*shape, requires_grad=True) for shape in ((5, 8), (12, 8), (12, 8), (8, 12))]
+    monkeypatch.setattr(library, "_named", lambda name: backend)
+    with FlopCounterMode(display=False) as counter:
+        op.run_gated_mlp(backend, *tensors, None, None, None, "silu").sum().backward()
+    assert products.asked == []
+    assert counter.get_total_flops() == 3 * 3 * 2 * 5 * 8 * 12

@@ -69,7 +69,7 @@ PRODUCTS = [(name, columns) for name, variants in hopper_products.VARIANTS.items
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("name", "columns"), PRODUCTS)
 @pytest.mark.parametrize(
-    "shape", [(1, 264, 520), (7, 64, 96), (257, 1032, 2056), (4099, 520, 1352), (640, 5120, 17408)]
+    "shape", [(1, 264, 520), (7, 64, 96), (257, 1032, 2056), (4099, 520, 1352), (4300, 2056, 4360)]
 )
 def test_products_against_fp64(
     monkeypatch: pytest.MonkeyPatch, name: str, columns: int, dtype: torch.dtype, shape: tuple[int, int, int]
@@ -86,8 +86,8 @@ def test_products_write_nothing_outside(name: str, columns: int) -> None:
     (kind,) = (kind for kind in hopper_configuration.Kind if kind.value == name)
     launch = hopper_products._kernel(kind, torch.bfloat16, DEVICE, tokens, hidden, inner, columns)
     rows, width = {"dx": (tokens, hidden), "d_weights": (inner, hidden), "d_down": (hidden, inner)}[name]
-    buffers = [torch.full((rows + 2, width), 7.0, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-    results = [buffer[1:-1].fill_(float("nan")) for buffer in buffers]
+    buffers = [torch.full((rows + 2, width + 16), 7.0, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    results = [buffer[1:-1, 8:-8].fill_(float("nan")) for buffer in buffers]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=DEVICE).to(torch.bfloat16)
@@ -102,8 +102,8 @@ def test_products_write_nothing_outside(name: str, columns: int) -> None:
         launch(normal(tokens, hidden), None, normal(tokens, inner), None, results[0], None, clusters)
     for buffer in buffers if name == "d_weights" else buffers[:1]:
         assert torch.isfinite(buffer).all()
-        assert (buffer[0] == 7).all()
-        assert (buffer[-1] == 7).all()
+        buffer[1:-1, 8:-8] = 7.0
+        assert (buffer == 7).all()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
@@ -111,7 +111,7 @@ def test_products_write_nothing_outside(name: str, columns: int) -> None:
 def test_where_products_serve(shape: tuple[int, int, int], packed: bool) -> None:
     """The whole op, with some of its products ours, against fp32."""
     tokens, hidden, inner = shape
-    served = hopper_configuration.product_configurations(
+    served = hopper_configuration.products_for(
         torch.bfloat16, tokens, hidden, inner, hopper_configuration.clusters_of(DEVICE)
     )
     assert served, "nothing would be tested"
@@ -121,6 +121,29 @@ def test_where_products_serve(shape: tuple[int, int, int], packed: bool) -> None
     for name, expected in exact.items():
         errors = relative_error(ours[name], expected), relative_error(plain[name], expected)
         assert is_within_parity(*errors), (name, errors)
+
+
+@pytest.mark.parametrize("choice", choose.CHOICES, ids=lambda choice: choice.choice)
+@pytest.mark.parametrize("shape", [(16384, 1024, 3072), (2055, 2056, 3080)])
+def test_every_choice_is_right(choice: choose.Backend, shape: tuple[int, int, int]) -> None:
+    """The whole op against fp32, with a short sum and a long one, wherever the choice launches anything else."""
+    tokens, hidden, inner = shape
+    problem = choose.Problem(choose.Route.FUSED, DEVICE, torch.bfloat16, hidden, inner, "silu", bias=False)
+    if not choice.admits(problem, tokens):
+        assert (choice.choice, tokens) == ("cublas-products", 2055)
+        return
+    given = data(tokens, hidden, inner, apart=0)
+    exact = run(choose.REFERENCE, given, dtype=torch.float32)
+    plain, ours = (run(each, given) for each in (choose.REFERENCE, choice))
+    for name, expected in exact.items():
+        errors = relative_error(ours[name], expected), relative_error(plain[name], expected)
+        assert is_within_parity(*errors), (name, errors)
+    assert choice.compiled(problem, tokens)
+
+
+@pytest.mark.parametrize("choice", [each for each in choose.CHOICES if each.check], ids=lambda choice: choice.choice)
+def test_the_self_check_of_every_choice_passes(choice: choose.Backend) -> None:
+    assert check.run(f"{choice.label} fused bfloat16 silu", DEVICE, Steps()) == []
 
 
 # ------------------------------------------------------------------------------------------------- through the library

@@ -350,6 +350,24 @@ def test_flas_layer(use_reentrant: bool | None, conv: bool) -> None:
         assert relative_error(ours[name], expected) < bound, name
 
 
+def test_warmup_of_flas_layer() -> None:
+    """It makes the layer's own call, both passes, so that a capture finds everything compiled; nothing is counted."""
+    from fla.layers import KimiDeltaAttention
+
+    layer = KimiDeltaAttention(hidden_size=512, head_dim=128, num_heads=4, safe_gate=True, lower_bound=-5.0)
+    other = KimiDeltaAttention(hidden_size=512, head_dim=128, num_heads=4)
+    model = nn.ModuleList([layer, other]).to("cuda", torch.bfloat16)
+    cudnn_hopper._compiled.clear()
+    fusepatch.accelerate("kda", model=model)
+    rows = fusepatch.explain(model).modules
+    assert [(row.route, row.backend) for row in rows] == [("fused", "cudnn_hopper")] * 2  # where what is passed fits
+    report = fusepatch.warmup(model, [64, 300])
+    assert [(row.route, row.reason) for row in report.rows] == [("fused", None)] * 2 + [("original", "unbounded")] * 2
+    assert len(cudnn_hopper._compiled) == 1
+    assert counted() == ({}, {})
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_what_is_not_promised_runs_the_librarys_code() -> None:
     given = tensors(tokens=100)
     fusepatch.accelerate("kda")

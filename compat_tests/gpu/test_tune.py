@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusepatch import settings
+
 pytestmark = pytest.mark.gpu
+
+CHOICES = settings.OPS["gated_mlp"].choices
 
 PACKAGE_ROOT = str(Path(__file__).parents[2] / "accelerate")
 
@@ -29,6 +33,8 @@ for tokens in map(int, sys.argv[2:]):
     mlp(x).sum().backward()
     after = fusepatch.status().targets[0].total("calls")
     print(tokens, *(route for route in after if after[route] != before.get(route, 0)))
+notes = sorted(note.partition(":")[0] for each in fusepatch.status().targets[0].classes for note in each.notes)
+print("choices", *(note for note in notes if "/" in note))
 """
 
 
@@ -61,6 +67,7 @@ def test_the_profile_is_followed(tmp_path: Path) -> None:
     print(json.dumps(first["measured"], indent=1))
     routes = {None: "original", "triton": "pointwise"}
     expected = [f"{each['tokens']} {routes.get(each['backend'], 'fused')}" for each in first["measured"]]
+    expected.append(" ".join(["choices", *sorted({each["backend"] for each in first["measured"]} & set(CHOICES))]))
     done = python("-c", ROUTES, str(tmp_path / "model"), "64", "8192")
     assert done.stdout.splitlines() == expected
     assert f"made for {torch.cuda.get_device_name()}" in done.stderr

@@ -315,6 +315,26 @@ def test_products_of_the_backends_own_are_operators_too(
         same(step(compiled(mlp, graphs, dynamic=dynamic), x.clone().requires_grad_()), expected)
         for name in ("dx", "d_weights", "d_down"):
             assert graphs.count(f"product_{name}") == (not dynamic and name not in left_out), name
+    assert products.sizes == dict.fromkeys(("dx", "d_weights", "d_down"), (24, 64, 96))
+
+
+def test_an_operator_of_a_product_that_no_longer_serves_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps compiled backward passes on disk, with the operators that served when they were made."""
+    backend = with_products(monkeypatch, PlainProducts("dx", "d_weights", "d_down"))
+    weights, h, d_gate_up = torch.randn(24, 8), torch.randn(5, 12), torch.randn(5, 24)
+    x, dout = torch.randn(5, 10)[:, :8], torch.randn(1, 8).expand(5, 8)
+    for each in (backend, choose.REFERENCE):
+        monkeypatch.setattr(library, "_named", lambda name, each=each: each)
+        ops = torch.ops.fusepatch
+        assert relative_error(ops.product_dx(d_gate_up, weights, None, "any"), d_gate_up @ weights) < 1e-6
+        halves = ops.product_dx(d_gate_up, weights[:12].clone(), weights[12:].clone(), "any")
+        assert relative_error(halves, d_gate_up @ weights) < 1e-6
+        both, nothing = ops.product_d_weights(d_gate_up, x, True, "any")
+        assert relative_error(both, d_gate_up.t() @ x) < 1e-6
+        assert nothing.numel() == 0
+        gate, up = ops.product_d_weights(d_gate_up, x, False, "any")
+        assert relative_error(torch.cat([gate, up]), d_gate_up.t() @ x) < 1e-6
+        assert relative_error(ops.product_d_down(dout, h, "any"), dout.t() @ h) < 1e-6
 
 
 def expected_of(model: nn.Module, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Its graphs are evaluated in plain PyTorch on a CPU, by what it asks of them; all
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.metadata
 import inspect
 import itertools
 from collections.abc import Callable
@@ -552,7 +552,7 @@ def test_a_changed_interface_is_seen(
 
 @pytest.mark.parametrize(("version", "fits"), [("1.32.0", True), ("1.33.1", True), ("2.0.0", True), ("1.31.9", False)])
 def test_the_version_of_the_frontend(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
-    monkeypatch.setattr(ours.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     assert (ours.drift() == ()) is fits
 
 

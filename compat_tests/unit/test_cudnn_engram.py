@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusepatch import doctor, ops, selfcheck, settings
 from fusepatch.decline import Reason
+from fusepatch.kernels import cudnn_sources
 from fusepatch.kernels.engram_gate import check, choose, cudnn_engram, op, reference
 from support import relative_error
 
@@ -509,8 +510,8 @@ def test_changed_sources_are_seen(name: str, tmp_path: Path, monkeypatch: pytest
 def test_versions_that_cudnn_asks_for(
     distribution: str, version: str | None, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = cudnn_engram._version
-    monkeypatch.setattr(cudnn_engram, "_version", lambda name: version if name == distribution else real(name))
+    real = cudnn_sources.version_of
+    monkeypatch.setattr(cudnn_sources, "version_of", lambda name: version if name == distribution else real(name))
     assert (cudnn_engram.drift() == ()) is fits
     by_name(monkeypatch)
     assert reason() == "cudnn_engram" if fits else reason() is Reason.PACKAGE_DIFFERS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
+import importlib.util
 import itertools
 import re
 import shutil
@@ -99,14 +99,14 @@ def test_other_kernels_are_drift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     copied = tmp_path / "linear_attention" / "hopper" / "cuda_kernels"
     shutil.copytree(kernels, copied)
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(cudnn_hopper.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert cudnn_hopper.drift() == ()
     cudnn_hopper.drift.cache_clear()
     (copied / "kda_bwd_sm90.cu").write_text("// faster")
     assert "is not that of 1.32.0" in cudnn_hopper.drift()[0]
     cudnn_hopper.drift.cache_clear()
     (copied / "kda_bwd_sm90.cu").unlink()
-    assert "has no kda_bwd_sm90.cu" in cudnn_hopper.drift()[0]
+    assert "has no such kda_bwd_sm90.cu" in cudnn_hopper.drift()[0]
 
 
 # -------------------------------------------------------------------------------- addresses reach the right parameters

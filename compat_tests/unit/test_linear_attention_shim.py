@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from fla_stand_in import FUNCTIONS, OPS, Library, fla, fla_backends, registry, standing_in
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -31,13 +32,6 @@ from fusepatch.kernels.linear_attention.kda import choose
 from fusepatch.shims import fla_linear_attention as shim
 from support import PROVOKED_BY_LINEAR_ATTENTION, relative_error
 
-pytest.importorskip("fla")
-fla_backends = pytest.importorskip("fla.backends")
-import fla.ops.gated_delta_rule  # noqa: E402
-import fla.ops.kda  # noqa: E402
-
-OPS = ("kda", "gated_delta_rule")
-FUNCTIONS = {"kda": fla.ops.kda.chunk_kda, "gated_delta_rule": fla.ops.gated_delta_rule.chunk_gated_delta_rule}
 BOTH = pytest.mark.parametrize("op", OPS)
 PROVOKED: set[Reason] = set()
 
@@ -48,48 +42,13 @@ def provokes(*reasons: Reason) -> Callable[[Any], Any]:
     return lambda test: test
 
 
-def registry(op: str) -> Any:
-    if op == "kda":
-        return fla_backends._function_registries[inspect.unwrap(FUNCTIONS["kda"])]
-    return fla_backends._operation_registries["gated_delta_rule"]
-
-
-class Library(fla_backends.BaseBackend):
-    """The stand-in for FLA's own code."""
-
-    backend_type = "stand_in"
-    priority = 9
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def _run(self, op: str, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        names = tuple(inspect.signature(FUNCTIONS[op]).parameters)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        known = {name: value for name, value in given.items() if name in shim._READ}
-        request = arguments.read(op == "kda", **known)
-        assert isinstance(request, arguments.Request), request
-        return definition.run(request.call, request.inputs, bool(given.get("output_final_state")))
-
-    def chunk_kda(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("kda", *args, **kwargs)
-
-    def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("gated_delta_rule", *args, **kwargs)
-
-
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     """Every test here runs the reference backend, unless it says otherwise."""
     for op in OPS:
         monkeypatch.setenv(f"FUSEPATCH_{op.upper()}_BACKEND", "reference")
-    found, registries = Library(), [registry(op) for op in OPS]
-    for each in registries:
-        each.register(found)
-    yield found
-    for each in registries:
-        each._backends.pop("stand_in", None)
+    with standing_in() as found:
+        yield found
 
 
 def tensors(

@@ -74,7 +74,7 @@ class TestStatus:
         found = json.loads(json.dumps(fusepatch.status().to_dict()))
         assert found.keys() == {"targets", "strict", "disabled"}
         (target,) = (each for each in found["targets"] if each["name"] == "gated_mlp/transformers")
-        assert target.keys() == {"name", "library", "version", "state", "reason", "fix", "classes"}
+        assert target.keys() == {"name", "library", "version", "state", "reason", "fix", "classes", "note"}
         (mlp,) = (each for each in target["classes"] if each["calls"])
         assert mlp == {
             "name": "transformers.models.llama.modeling_llama.LlamaMLP",
@@ -332,7 +332,16 @@ class TestExplain:
     def test_json_and_keys(self, reference_backend: None) -> None:
         found = json.loads(json.dumps(fusepatch.explain(tiny_llama()).to_dict()))
         assert found.keys() == {"model", "tokens", "modules"}
-        assert found["modules"][0].keys() == {"name", "class_name", "op", "route", "reason", "fix", "patched"}
+        assert found["modules"][0].keys() == {
+            "name",
+            "class_name",
+            "op",
+            "route",
+            "reason",
+            "fix",
+            "patched",
+            "backend",
+        }
         assert found["modules"][0]["name"] == "model.layers.0.mlp"
 
     def test_text_says_why_and_what_to_do(self) -> None:

@@ -78,6 +78,15 @@ def test_the_child_keeps_what_it_compiles_where_this_process_looks(tmp_path: Pat
     assert found.what == f"FUSEPATCH_CACHE_DIR={tmp_path / 'cache'}"  # and no other variable of ours
 
 
+@pytest.mark.parametrize("executable", ["", None, "/no/such/python"])
+def test_where_no_child_can_start_nothing_is_known(monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
+    """As in an embedded Python."""
+    monkeypatch.setattr(sys, "executable", executable)
+    found = selfcheck.run(Check("fusepatch.kernels.gated_mlp.check", SILU), CPU)
+    assert found.outcome is Outcome.INCONCLUSIVE
+    assert "could be started" in found.what
+
+
 LAUNCH = "    (outer, rows, width), strides = geometry\n"
 FAULTS = {
     "wrong constant": (GELU, "0.7071067811865476", "0.70", "h of"),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -15,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusepatch
-from fusepatch import cli, disk, profiles, selfcheck, settings
-from fusepatch.decline import Reason, Route
+from fusepatch import catalogue, cli, disk, profiles, selfcheck, settings
+from fusepatch.decline import Reason, Route, decision
 from fusepatch.kernels import backends
-from fusepatch.kernels.gated_mlp import choose
+from fusepatch.kernels.gated_mlp import choose, library
 from fusepatch.profiles import Measured, Profile
 from fusepatch.tuning import measure, timing
 from fusepatch.tuning import tune as tuning
@@ -44,6 +48,7 @@ SLOW = dataclasses.replace(
     QUICK, name="triton", routes=frozenset({POINTWISE}), admits=lambda problem, tokens: tokens >= 10
 )
 TABLE = (SLOW, QUICK)
+CHOSEN = dataclasses.replace(QUICK, choice="large-groups", note="in large groups")
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +59,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(selfcheck, "device_kind", lambda device: KIND if device.type == "cuda" else device.type)
     monkeypatch.setattr(choose, "BACKENDS", TABLE)
+    monkeypatch.setattr(choose, "CHOICES", (CHOSEN,))
     begin_anew()
     yield
     begin_anew()
@@ -195,6 +201,151 @@ def test_a_backend_that_is_gone() -> None:
     keep((100, "gone"))
     assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
     assert choose.choose(PLAIN, 1000) is QUICK
+
+
+def test_a_choice_serves_where_it_won() -> None:
+    """With no profile, for fewer tokens, and for a direct call of the op, the backend's own rules do."""
+    assert choose.choose(PLAIN, 5000) is QUICK
+    keep((100, "hopper"), (2000, "hopper/large-groups"))
+    assert choose.choose(PLAIN, 1999) is QUICK
+    assert choose.choose(PLAIN, 2000) is CHOSEN
+    assert choose.choose(PLAIN, 10**6) is CHOSEN
+    assert choose.choose(PLAIN, 2000, any_size=True) is QUICK
+    assert choose.choose(BETWEEN, 2000) is SLOW  # of the route that it does not have, it says nothing
+    assert choose.choose(PLAIN._replace(inner=128), 2000) is QUICK
+
+
+def test_a_choice_that_is_measured_serves_where_it_would_run_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = dataclasses.replace(CHOSEN, admits=lambda problem, tokens: tokens >= 300)
+    monkeypatch.setattr(choose, "CHOICES", (chosen,))
+    settings.install(measure._naming("gated_mlp", "hopper/large-groups"))
+    assert choose.choose(PLAIN, 299) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(PLAIN, 300) is chosen
+    monkeypatch.setenv("FUSEPATCH_GATED_MLP_BACKEND", "hopper/large-groups")
+    with pytest.raises(settings.SettingsError):
+        settings.read()
+
+
+@pytest.mark.parametrize("first", ["hopper", "hopper/large-groups"])
+def test_a_choice_that_there_is_not(caplog: pytest.LogCaptureFixture, first: str) -> None:
+    """The whole profile is ignored, which is said once, and is measured anew."""
+    caplog.set_level(logging.INFO, "fusepatch")
+    keep((50, None), (100, first), (2000, "hopper/odd"))
+    assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
+    assert choose.choose(PLAIN, 2000) is QUICK
+    assert choose.choose(PLAIN._replace(inner=128), 2000) is QUICK
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("a profile is ignored, since it was made with hopper/odd (here -). `fusepatch tune` makes")
+    identity = profiles.identity(KIND)
+    assert profiles.read(identity) is None
+    keep((100, "hopper/large-groups"))
+    assert [each.tokens for each in profiles.read(identity).measured] == [100]  # type: ignore[union-attr]
+
+
+PASSED = selfcheck.Verdict(selfcheck.Outcome.PASSED)
+FAILED = selfcheck.Verdict(selfcheck.Outcome.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("winner", "checked", "failing", "asked", "served"),
+    [
+        (None, True, "", ["hopper"], "hopper"),
+        ("hopper", True, "", ["hopper", "hopper"], "hopper"),
+        ("hopper/large-groups", True, "", ["hopper", "hopper", "hopper/large-groups"], "hopper/large-groups"),
+        ("hopper/large-groups", False, "", ["hopper", "hopper"], "hopper/large-groups"),
+        ("hopper/large-groups", True, "hopper", ["hopper", "hopper", "hopper"], Reason.SELFCHECK_FAILED),
+        (
+            "hopper/large-groups",
+            True,
+            "hopper/large-groups",
+            ["hopper", "hopper", "hopper/large-groups", "hopper"],
+            "hopper",
+        ),
+    ],
+)
+def test_a_choice_is_checked_where_it_won_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+    winner: str | None,
+    checked: bool,
+    failing: str,
+    asked: list[str],
+    served: Any,
+) -> None:
+    """After the backend's own check, whose kernels it launches too; asked first for what the table says. Where the
+    choice's own fails, the backend serves without it."""
+    found: list[str] = []
+
+    def verdict(check: selfcheck.Check, device: torch.device) -> selfcheck.Verdict:
+        label, _, case = check.case.partition(" ")
+        found.append(label)
+        assert (check.module, case) == ("some.module", "fused bfloat16 silu")
+        return FAILED if label == failing else PASSED
+
+    own = dataclasses.replace(QUICK, check="some.module")
+    monkeypatch.setattr(choose, "BACKENDS", (SLOW, own))
+    choice = dataclasses.replace(CHOSEN, check="some.module" if checked else None)
+    monkeypatch.setattr(choose, "CHOICES", (choice,))
+    monkeypatch.setattr(selfcheck, "verdict", verdict)
+    if winner is not None:
+        keep((5000, winner))
+    chosen = choose.choose(PLAIN, 5000)
+    assert (chosen if isinstance(chosen, Reason) else chosen.label) == served
+    assert found == asked
+
+
+def test_a_graph_is_captured_with_the_choice_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = dataclasses.replace(QUICK, compiled=lambda problem, tokens: True)
+    choice = dataclasses.replace(CHOSEN, compiled=lambda problem, tokens: tokens >= 200)
+    monkeypatch.setattr(choose, "BACKENDS", (SLOW, own))
+    monkeypatch.setattr(choose, "CHOICES", (choice,))
+    keep((100, "hopper/large-groups"))
+    choose.choose(PLAIN, 100)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert choose.choose(PLAIN, 100) is Reason.CAPTURE_COLD
+    assert choose.choose(PLAIN, 200) is choice
+
+
+def test_compiled_code_runs_the_backends_own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, choice = (dataclasses.replace(each, fewest_compiled=lambda problem: 77) for each in (QUICK, CHOSEN))
+    monkeypatch.setattr(choose, "BACKENDS", (SLOW, own))
+    monkeypatch.setattr(choose, "CHOICES", (choice,))
+    keep((100, "hopper/large-groups"))
+    assert choose.choose(PLAIN, 100) is choice
+    assert library.serving(PLAIN) == ("hopper", 77)
+
+
+FRESH = """
+import sys, torch
+from fusepatch import selfcheck, settings
+from fusepatch.kernels import backends
+from fusepatch.kernels.gated_mlp import choose, hopper_configuration, hopper_products
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch.cuda.is_current_stream_capturing = lambda: False
+selfcheck.device_kind = lambda device: sys.argv[1]
+selfcheck.verdict = lambda check, device: selfcheck.Verdict(selfcheck.Outcome.PASSED)
+backends.missing = lambda backend: ()
+hopper_products.clusters_of = lambda device: 66
+settings.install(settings.read())
+problem = choose.Problem(choose.Route.FUSED, torch.device("cuda", 0), torch.bfloat16, 4096, 14336, "silu", bias=False)
+for tokens in (4096, 8192):
+    found = choose.choose(problem, tokens)
+    print(tokens, found.label, backends.load(found).dual_gemm_act)
+"""
+
+
+def test_a_fresh_process_follows_it(tmp_path: Path) -> None:
+    """The real table's choices, on a GPU that looks like a Hopper."""
+    large = choose.Problem(FUSED, CUDA, torch.bfloat16, 4096, 14336, "silu", bias=False)
+    keep((4096, "hopper"), (8192, "hopper/small-groups"), problems=(large,))
+    environ = {**os.environ, "PYTHONPATH": str(Path(fusepatch.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, KIND], env=environ, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith("4096 hopper <function dual_gemm_act")
+    assert second.startswith("8192 hopper/small-groups functools.partial(<function dual_gemm_act")
+    assert "choice='small-groups'" in second
 
 
 @pytest.mark.parametrize(("variable", "value"), [("BACKEND", "hopper"), ("ROUTE", "original")])
@@ -408,6 +559,157 @@ def test_a_backend_that_loses_in_one_mode_does_not_win(
     assert found.backend == "reference"
 
 
+@pytest.fixture
+def choices(rehearsal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Three ways for the reference to do the same: those that ran, in order. Some other backend has one too."""
+    ran: list[str] = []
+    wide, narrow, same = (
+        dataclasses.replace(choose.REFERENCE, choice=name, note=f"cut {name}") for name in ("wide", "narrow", "same")
+    )
+    monkeypatch.setattr(choose, "CHOICES", (wide, narrow, same, CHOSEN))
+    labels = tuple(each.label for each in choose.CHOICES)
+    options = dataclasses.replace(settings.OPS["gated_mlp"], choices=labels)
+    monkeypatch.setitem(settings.OPS, "gated_mlp", options)
+    module: Any = __import__(choose.REFERENCE.module, fromlist=["dual_gemm_act"])
+
+    def with_choice(choice: str) -> types.SimpleNamespace:
+        def forward(*given: Any, **flags: Any) -> Any:
+            ran.append(choice)
+            return module.dual_gemm_act(*given, **flags)
+
+        return types.SimpleNamespace(dual_gemm_act=forward, gemm_dact=module.gemm_dact)
+
+    monkeypatch.setattr(module, "with_choice", with_choice, raising=False)
+    plain = choose.choose
+
+    def without_same(*given: Any, **flags: Any) -> Any:
+        found = plain(*given, **flags)
+        return Reason.SIZE_NOT_ADMITTED if found is same else found
+
+    monkeypatch.setattr("fusepatch.shims.gated_mlp.choose", without_same)
+    rehearsal |= {"reference/wide": 4.0, "reference/narrow": 4.5}
+    return ran
+
+
+def test_the_winners_choices_are_measured_after_it(rehearsal: dict[str, Any], choices: list[str]) -> None:
+    """Against the backend without one, those alone that would run anything else; no other backend's."""
+    told: list[str] = []
+    report = tuning.tune(tiny_llama(torch.float32), 32, device="cpu", tell=told.append)
+    (found,) = report.measured
+    backend, chosen = ["library", "reference"], ["reference", "reference/wide", "reference/narrow"]
+    assert [list(arms) for arms in rehearsal["compared"]] == [backend, backend, chosen, chosen]
+    assert choices == [*["wide"] * 3, *["narrow"] * 3, *["wide", "narrow"] * 2]
+    for arms in rehearsal["compared"]:
+        first, *others = (each if isinstance(each, tuple) else (each,) for each in arms.values())
+        for other in others:
+            torch.testing.assert_close(other, first)
+    assert found.backend == "reference/wide"
+    assert found.over_library == {
+        "reference": {"train": 0.5, "forward": 0.5},
+        "reference/wide": {"train": 0.4, "forward": 0.4},
+        "reference/narrow": {"train": 0.45, "forward": 0.45},
+    }
+    assert found.why_not == {}
+    assert len(found.problems) == len(set(found.problems))
+    assert told == ["[1/1] LlamaMLP x2, 32 tokens: reference/wide"]
+    assert "reference/wide 0.400 train / 0.400 forward" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("train", "forward", "wins"),
+    [
+        (4.85, 5.0, True),
+        (4.92, 4.0, False),  # in the first mode, ranges meet
+        (4.0, 5.05, True),  # in another mode, they may
+        (4.0, 5.2, False),
+        (6.0, 4.0, False),
+    ],
+)
+def test_which_choice_wins(
+    rehearsal: dict[str, Any],
+    choices: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    train: float,
+    forward: float,
+    wins: bool,
+) -> None:
+    compare = timing.compare
+
+    def by_mode(arms: Any, seconds: float, device: torch.device) -> Any:
+        rehearsal["reference/wide"] = train if len(rehearsal["compared"]) % 2 == 0 else forward
+        return compare(arms, seconds, device)
+
+    monkeypatch.setattr(timing, "compare", by_mode)
+    rehearsal["reference/narrow"] = 5.0
+    (found,) = tuning.tune(tiny_llama(torch.float32), 32, device="cpu").measured
+    assert found.backend == ("reference/wide" if wins else "reference")
+
+
+def test_a_choice_that_would_be_slower_than_the_library_somewhere_does_not_win(
+    rehearsal: dict[str, Any], choices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = timing.compare
+
+    def close_forward(arms: Any, seconds: float, device: torch.device) -> Any:
+        is_train = len(rehearsal["compared"]) % 2 == 0
+        rehearsal["reference"] = 5.0 if is_train else 10.0
+        rehearsal["reference/wide"] = rehearsal["reference/narrow"] = 4.0 if is_train else 10.05
+        return compare(arms, seconds, device)
+
+    monkeypatch.setattr(timing, "compare", close_forward)
+    (found,) = tuning.tune(tiny_llama(torch.float32), 32, device="cpu").measured
+    assert found.backend == "reference"
+
+
+def test_where_no_backend_won_no_choice_is_measured(rehearsal: dict[str, Any], choices: list[str]) -> None:
+    rehearsal["reference"] = 11.0
+    (found,) = tuning.tune(tiny_llama(torch.float32), 32, device="cpu").measured
+    assert found.backend is None
+    assert choices == []
+
+
+def test_a_choice_that_raises_does_not_stop_the_others(
+    rehearsal: dict[str, Any], choices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = __import__(choose.REFERENCE.module, fromlist=["dual_gemm_act"])
+    plain = module.with_choice
+
+    def failing(choice: str) -> Any:
+        if choice == "wide":
+            raise RuntimeError("launch failed\nand more")
+        return plain(choice)
+
+    monkeypatch.setattr(module, "with_choice", failing)
+    (found,) = tuning.tune(tiny_llama(torch.float32), 32, device="cpu").measured
+    assert found.backend == "reference/narrow"
+    assert dict(found.why_not) == {"reference/wide": "RuntimeError: launch failed"}
+
+
+def test_a_dispatch_mode_sees_the_choice_and_status_says_it(rehearsal: dict[str, Any], choices: list[str]) -> None:
+    """Operators are given its label: eager code inside of a mode runs what it runs outside."""
+    model, seen = tiny_llama(torch.float32), []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is library._dual_gemm_act._opoverload:
+                seen.append(args[-1])
+            return function(*args, **(kwargs or {}))
+
+    with fusepatch.accelerated("gated_mlp"), measure._in_force(measure._naming("gated_mlp", "reference/wide")):
+        out = mlp_of(model)(torch.ones(4, 64))
+        with Mode():
+            assert torch.equal(mlp_of(model)(torch.ones(4, 64)), out)
+        status = fusepatch.status()
+        assert str(fusepatch.explain(model)).endswith("\ncut wide")  # once for both of its layers
+        (target,) = (each for each in catalogue.TARGETS if each.name == "gated_mlp/transformers")
+        forward = catalogue.forward_of(type(mlp_of(model)))
+        explained = target.shim.decide(mlp_of(model), forward, catalogue.Assumed(4))
+    assert explained is decision(FUSED, note="cut wide")
+    assert seen == ["reference/wide"]
+    assert choices == ["wide", "wide"]
+    assert "cut wide" in str(status)
+
+
 def test_what_can_not_be_served_is_said(rehearsal: dict[str, Any]) -> None:
     model = tiny_llama(torch.float32)
     for name, module in model.named_modules():
@@ -464,6 +766,21 @@ def test_what_was_measured_is_not_measured_again(kept: list[measure.Case]) -> No
     assert len(json.loads(report.profile.read_text())["measured"]) == 2
     assert tuning.tune(model, [8, 16], device="cuda:0", again=True).new == 2
     assert "2 measured now, 0 before; kept in" in str(tuning.tune(model, [8, 16], device="cuda:0", again=True))
+
+
+def test_a_choice_that_won_is_kept_and_not_measured_again(
+    kept: list[measure.Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = tuning.measure
+    winner = lambda *given: dataclasses.replace(one(*given), backend="hopper/large-groups")
+    monkeypatch.setattr(tuning, "measure", winner)
+    model, told = tiny_llama(torch.float32), list[str]()
+    report = tuning.tune(model, 8, device="cuda:0")
+    assert report.profile is not None
+    assert json.loads(report.profile.read_text())["measured"][0]["backend"] == "hopper/large-groups"
+    again = tuning.tune(model, 8, device="cuda:0", tell=told.append)
+    assert (again.new, again.measured) == (0, report.measured)
+    assert told == ["[1/1] LlamaMLP x2, 8 tokens: measured before, hopper/large-groups"]
 
 
 def test_what_is_stopped_is_kept(kept: list[measure.Case], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from fla_stand_in import standing_in
 from torch import Tensor, nn
 
 import fusepatch
+from fusepatch.parity_check.report import Verdict
 from support import relative_error
 
-pytest.importorskip("fla.backends")
 # The names of transformers 5.17, which 5.24 still takes.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -115,3 +116,33 @@ def test_a_cache_of_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         second = model(ids[:, 7:], past_key_values=first.past_key_values, use_cache=True)
     assert fused(op) == 3
     assert relative_error(torch.cat([first.logits, second.logits], 1), whole) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_explain_and_warmup(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, op, _, _ = built(name)
+    monkeypatch.setenv(f"FUSEPATCH_{op.upper()}_BACKEND", "reference")
+    fusepatch.accelerate(op, model=model)
+    (row,) = (row for row in fusepatch.explain(model).modules if row.op == op)
+    assert row.name.startswith("model.layers.0.")  # the other layer is of full attention
+    assert (row.route, row.backend, row.patched) == ("fused", "reference", True)
+    report = fusepatch.warmup(model, [5, 70])
+    assert [(row.route, row.tokens, row.modules) for row in report.rows] == [("fused", 5, 1), ("fused", 70, 1)]
+    assert fused(op) == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stand-in for FLA's kernels, which a CPU can't run; without it there is nothing to compare with."""
+    model, op, _, _ = built(name)
+    monkeypatch.setenv(f"FUSEPATCH_{op.upper()}_BACKEND", "reference")
+    ids = torch.randint(3, 64, (1, 70), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    assert fusepatch.parity(model.bfloat16(), batch, ops=op).verdict is Verdict.BASELINE_FAILED
+    with standing_in():
+        report = fusepatch.parity(model, batch, ops=op)
+    assert report.verdict is Verdict.PASSED, report
+    assert (report.patched_native, report.unpatched_native) == (1, 0)
+    assert f"1 of 1 calls of the function of {op} ran natively" in report.notes
+    assert any(error.name.endswith(": output") for error in report.in_place)
+    assert any("A_log" in error.name for error in report.in_place)

@@ -99,18 +99,23 @@ def _seal(key: str, library: bytes) -> bytes:
     return hashlib.sha256(key.encode() + b"\0" + library).digest()
 
 
+def linker() -> str | None:
+    """The C compiler that entries are linked with; None where there is none, and nothing can be kept."""
+    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
 def _link(compiled: Any) -> bytes:
     """A shared library of the kernel. Raises OSError where there is no C compiler to link it."""
     from cutlass.cute import runtime
 
-    linker = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if linker is None:
+    program = linker()
+    if program is None:
         raise FileNotFoundError("no C compiler (cc, gcc, clang) to link it with")
     libraries = [Path(path) for path in runtime.find_runtime_libraries(enable_tvm_ffi=False)]
     with tempfile.TemporaryDirectory(prefix="fusepatch-") as folder:
         source, target = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         compiled.export_to_c(str(source), function_name=NAME)
         places = [f"-Wl,-rpath,{path.parent}" for path in libraries]
-        command = [linker, "-shared", "-o", str(target), str(source), *map(str, libraries), *places]
+        command = [program, "-shared", "-o", str(target), str(source), *map(str, libraries), *places]
         subprocess.run(command, check=True, capture_output=True, timeout=LINK_LIMIT_S)
         return target.read_bytes()

@@ -7,9 +7,9 @@ which the process that started it wrote.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -21,9 +21,13 @@ from ... import settings
 from . import artefacts, compiling
 
 FEWEST = 3
-"""Kernels that are missing: for fewer, importing the DSL again costs as much as it saves."""
-MOST_PROCESSES = 8
-LIMIT_S = 120.0
+"""Kernels that are missing. Each process imports PyTorch and the DSL first, which takes longer than one kernel does."""
+MOST_PROCESSES = 4
+"""Each takes about 0.5 GB of the host's memory, beside the training job that waits for it."""
+LIMIT_S = 45.0
+"""Well within that of the self-check which waits for it."""
+
+log = logging.getLogger("fusepatch")
 
 
 def compile_ahead(configurations: Sequence[Any], build: Callable[[Any, str], Any], arch: str) -> None:
@@ -33,41 +37,44 @@ def compile_ahead(configurations: Sequence[Any], build: Callable[[Any, str], Any
     """
     missing = [each for each in dict.fromkeys(configurations) if not _is_there(each, arch)]
     processes = min(_processors(), MOST_PROCESSES, len(missing))
-    if len(missing) < FEWEST or processes < 2 or artefacts.place("") is None:
+    if len(missing) < FEWEST or processes < 2 or not _can_be_kept() or not sys.executable:
         return
-    shares = [missing[number::processes] for number in range(processes)]
-    root = Path(__file__).parents[3]  # where `fusepatch` is
-    environment = {**os.environ, f"{settings.PREFIX}_CACHE_DIR": str(settings.current().cache_dir)}
-    children = []
-    for share in shares:
-        with contextlib.suppress(OSError):
-            child = subprocess.Popen(
-                [sys.executable, "-m", __name__],
-                cwd=root,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            children.append((child, pickle.dumps((share, build, arch))))
-    for child, work in children:
-        with contextlib.suppress(OSError, ValueError):
-            assert child.stdin is not None
-            child.stdin.write(work)
-            child.stdin.close()
-    deadline = time.monotonic() + LIMIT_S
-    for child, _ in children:
-        _wait(child, deadline)
-
-
-def _wait(child: subprocess.Popen[bytes], deadline: float) -> None:
+    work = [pickle.dumps((missing[number::processes], build, arch)) for number in range(processes)]
+    children: list[subprocess.Popen[bytes]] = []
     try:
-        child.wait(timeout=max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
         with contextlib.suppress(OSError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+            children.extend(map(_started, work))
+        deadline = time.monotonic() + LIMIT_S
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=max(0.0, deadline - time.monotonic()))
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    if any(child.returncode for child in children):
+        log.info("compiling ahead ended with %s", [child.returncode for child in children])
+
+
+def _started(work: bytes) -> subprocess.Popen[bytes]:
+    """In the session of this process, so that what ends this one ends it too."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        cwd=Path(__file__).parents[3],  # where `fusepatch` is
+        env={**os.environ, f"{settings.PREFIX}_CACHE_DIR": str(settings.current().cache_dir)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it ended at once
+        child.stdin.write(work)
+        child.stdin.close()
+    return child
+
+
+def _can_be_kept() -> bool:
+    return artefacts.place("") is not None and artefacts.linker() is not None
 
 
 def _is_there(configuration: Any, arch: str) -> bool:
@@ -84,9 +91,15 @@ def _processors() -> int:
 def main() -> int:
     """Compiles what standard input says."""
     configurations, build, arch = pickle.loads(sys.stdin.buffer.read())
-    for configuration in configurations:
+    return sum(not _compiles(each, build, arch) for each in configurations)
+
+
+def _compiles(configuration: Any, build: Callable[[Any, str], Any], arch: str) -> bool:
+    try:
         compiling.compiled(configuration, build, arch)
-    return 0
+    except Exception:  # whoever asks for that one will see what is wrong with it
+        return False
+    return True
 
 
 if __name__ == "__main__":

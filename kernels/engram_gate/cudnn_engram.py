@@ -23,10 +23,7 @@ Tensors: M tokens, S = 4 streams, D = 5120; kv [M, (S+1)*D] packs the keys and t
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
-import importlib.metadata
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ...decline import Reason
+from .. import cudnn_sources
 
 if TYPE_CHECKING:
     from .choose import Problem
@@ -71,34 +69,17 @@ def takes(tokens: int) -> bool:
 @functools.cache
 def drift() -> tuple[str, ...]:
     """Where an installed package is not one that this file was written against, in words; nothing is imported."""
-    found = [
+    found = tuple(
         f"{name} is {version}, and cudnn.engram asks for {'.'.join(map(str, oldest))}"
         for name, oldest in _OLDEST.items()
-        if (version := _version(name)) is not None and _numbers(version) < oldest
-    ]
-    sources = [_folder() / name for name in _SOURCES]
-    if not all(path.is_file() for path in sources):
-        found.append("nvidia-cudnn-frontend has no such cudnn.engram as 1.32.0 brings")
-    elif hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest() != _DIGEST:
-        found.append("cudnn.engram of nvidia-cudnn-frontend is not that of 1.32.0, whose limits are known")
-    return tuple(found)
+        if (version := cudnn_sources.version_of(name)) is not None and cudnn_sources.leading_numbers(version) < oldest
+    )
+    files = [_folder() / name for name in _SOURCES]
+    return found + cudnn_sources.why_not_as_read("cudnn.engram", files, _DIGEST)
 
 
 def _folder() -> Path:
-    spec = importlib.util.find_spec("cudnn")
-    (folder, *_) = (spec and spec.submodule_search_locations) or [""]
-    return Path(folder) / "engram"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return cudnn_sources.path_of("engram")
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """The self-check of this folder's kernels: a few small shapes and an awkward one, against the reference in fp64.
 
 `run(case, device, steps)` with `case` as `<backend> <route> <dtype> <activation>`, and ` biased` where gate and up have
-biases, returns what differs, in words. Biases are a case of their own, since they have kernels of their own.
+biases, returns what differs, in words. Biases are a case of their own, since they have kernels of their own; and so is
+each choice of a backend that has, as `<backend>/<choice>`: the backend's own case is passed before one is asked for.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _WHOLE_SHAPES = ((7, 72, 136), (264, 136, 1352))
 
 def run(case: str, device: torch.device, steps: Any) -> list[str]:
     """What differs; nothing where the kernels of the case are right."""
-    name, route, dtype_name, activation, *biased = case.split()
-    (backend,) = (found for found in choose.BACKENDS if found.name == name)
+    label, route, dtype_name, activation, *biased = case.split()
+    backend = choose.labelled(label)
     dtype = getattr(torch, dtype_name)
     if Route(route) is Route.POINTWISE:
         return _pointwise(backend, device, dtype, activation, steps)
@@ -78,17 +79,18 @@ def _fused(
         exact = _fused_results(choose.REFERENCE, {name: t.double() for name, t in inputs.items()}, activation)
         plain = _fused_results(choose.REFERENCE, inputs, activation)
         what = f"{'packed ' if packed else ''}{'biased ' if biased else ''}{list(shape)}"
-        steps.kernel(f"{backend.name} {what} {dtype} {activation}")
+        steps.kernel(f"{backend.label} {what} {dtype} {activation}")
         ours = _fused_results(backend, inputs, activation)
         differences += [
             f"{name} of {what}: relative error {error:.2e}, allowed {bound:.2e}"
             for name, error, bound in _over_bound(ours, plain, exact)
         ]
-    return differences if backend.products is None else differences + _products(backend, device, dtype, steps)
+    has_products = backend.products is not None and not backend.choice  # which launches none but those of the backend
+    return differences + _products(backend, device, dtype, steps) if has_products else differences
 
 
-_PRODUCT_SHAPE = (2055, 1032, 1352)
-"""(M, H, I): the last tile is a part of one along each."""
+_PRODUCT_SHAPE = (4300, 2056, 4360)
+"""(M, H, I): the last tile is a part of one along each, and each warp group has more than one."""
 
 
 def _products(backend: choose.Backend, device: torch.device, dtype: torch.dtype, steps: Any) -> list[str]:
@@ -97,15 +99,17 @@ def _products(backend: choose.Backend, device: torch.device, dtype: torch.dtype,
     module: Any = importlib.import_module(backend.products)
     generator = torch.Generator().manual_seed(0)
     tokens, hidden, inner = _PRODUCT_SHAPE
+    shapes = {"d_gate_up": (tokens, 2 * inner), "x": (tokens, hidden), "weights": (2 * inner, hidden)}
+    shapes |= {"dout": (tokens, hidden), "h": (tokens, inner)}
+    given = {key: torch.randn(*shape, generator=generator).to(device, dtype) for key, shape in shapes.items()}
     differences = []
     for name, variants in module.VARIANTS.items():
-        for columns, packed in itertools.product(variants, (False, True)):
+        steps.reference()
+        exact = _defined(name, **{key: tensor.double() for key, tensor in given.items()})
+        plain = _defined(name, **given)
+        packings = (False,) if name == "d_down" else (False, True)
+        for columns, packed in itertools.product(variants, packings):
             steps.reference()
-            shapes = {"d_gate_up": (tokens, 2 * inner), "x": (tokens, hidden), "weights": (2 * inner, hidden)}
-            shapes |= {"dout": (tokens, hidden), "h": (tokens, inner)}
-            given = {key: torch.randn(*shape, generator=generator).to(device, dtype) for key, shape in shapes.items()}
-            exact = _defined(name, **{key: tensor.double() for key, tensor in given.items()})
-            plain = _defined(name, **given)
             what = f"{'packed ' if packed else ''}{name} in tiles of {columns} columns"
             steps.kernel(f"{backend.name} {what} {dtype}")
             ours = _multiplied(module, name, columns, packed, **given)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,9 +136,12 @@ def _is_compiled(problem: Problem, tokens: int) -> bool:
     return bool(pointwise.is_compiled(problem.dtype, problem.activation, tokens))
 
 
+def _hopper() -> Any:
+    return importlib.import_module("fusepatch.kernels.gated_mlp.hopper")
+
+
 def _hopper_is_compiled(problem: Problem, tokens: int) -> bool:
-    hopper = importlib.import_module("fusepatch.kernels.gated_mlp.hopper")
-    return bool(hopper.is_compiled(problem, tokens))
+    return bool(_hopper().is_compiled(problem, tokens))
 
 
 def _blackwell_is_compiled(problem: Problem, tokens: int) -> bool:
@@ -210,7 +213,7 @@ BACKENDS: tuple[Backend, ...] = (
         fewest_compiled=_fewest_compiled,
         products="fusepatch.kernels.gated_mlp.hopper_products",
         compiled=_hopper_is_compiled,
-        compile_ahead=lambda *case: importlib.import_module("fusepatch.kernels.gated_mlp.hopper").compile_ahead(*case),
+        compile_ahead=lambda *case: _hopper().compile_ahead(*case),
     ),
     # On Blackwell the first of the fused route that a GPU there can run.
     Backend(
@@ -288,6 +291,39 @@ BACKENDS: tuple[Backend, ...] = (
 REFERENCE = BACKENDS[-1]
 
 
+def _hopper_with(choice: str, what: str, *, checked: bool) -> Backend:
+    """Hopper with one of the choices of hopper_configuration.py; `checked` where it launches what the self-check of the
+    backend does not, or for other sizes."""
+    (own,) = (backend for backend in BACKENDS if backend.name == "hopper")
+    return replace(
+        own,
+        choice=choice,
+        note=f"hopper/{choice}: {what}, which `fusepatch tune` measured to be the fastest here",
+        admits=lambda problem, tokens: _hopper().differs(problem, tokens, choice),
+        compiled=lambda problem, tokens: _hopper().is_compiled(problem, tokens, choice),
+        check=own.check if checked else None,
+        compile_ahead=lambda *case: _hopper().compile_ahead(*case, choice),
+    )
+
+
+CHOICES: tuple[Backend, ...] = (
+    _hopper_with("small-groups", "tiles in smaller groups, whose operands take less of L2", checked=True),
+    _hopper_with("large-groups", "tiles in larger groups, which read the weights less often", checked=True),
+    _hopper_with("swapped-backward", "the backward kernel for a long sum at a short one, or the reverse", checked=True),
+    _hopper_with("own-products", "all products of the backward pass by kernels of fusepatch", checked=False),
+    _hopper_with("cublas-products", "all products of the backward pass by cuBLAS", checked=False),
+)
+"""What `fusepatch tune` tries of the backend that won, in this order."""
+
+
+def labelled(label: str) -> Backend:
+    """The backend, or the choice, of that label. Raises LookupError where there is none."""
+    found = backends.labelled((*BACKENDS, *CHOICES), label)
+    if found is None:
+        raise LookupError(label)
+    return found
+
+
 def _unfit(backend: Backend, problem: Problem) -> Reason | None:
     if problem.activation not in backend.activations:
         return Reason.ACTIVATION
@@ -320,7 +356,13 @@ def _samples(backend: Backend, route: Route, device: torch.device) -> list[Probl
 
 
 _TABLE: backends.Table[Problem, Backend] = backends.Table(
-    OP, lambda: BACKENDS, widths=_widths, case=_case, samples=_samples, unfit=_unfit
+    OP,
+    lambda: BACKENDS,
+    choices=lambda: CHOICES,
+    widths=_widths,
+    case=_case,
+    samples=_samples,
+    unfit=_unfit,
 )
 
 

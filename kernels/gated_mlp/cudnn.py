@@ -17,8 +17,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
@@ -28,10 +26,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...decline import Reason
+from .. import cudnn_sources
+from ..cudnn_sources import DISTRIBUTION
 
 log = logging.getLogger("fusepatch")
 
-DISTRIBUTION = "nvidia-cudnn-frontend"
 OLDEST_FRONTEND = (1, 32)
 OLDEST_CUDNN = 91900
 """9.19, the oldest that it was seen to run with: on an H200, where it then ran with no other."""
@@ -129,11 +128,10 @@ def _cudnn_version() -> int | None:
 @functools.cache
 def drift() -> tuple[str, ...]:
     """Where the installed frontend is not the one that this file was written against, in words; it is not imported."""
-    try:
-        version = importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
+    version = cudnn_sources.version_of(DISTRIBUTION)
+    if version is None:
         return (f"there is a package `cudnn` that {DISTRIBUTION} did not bring",)
-    if _leading_numbers(version) < OLDEST_FRONTEND:
+    if cudnn_sources.leading_numbers(version) < OLDEST_FRONTEND:
         return (f"{DISTRIBUTION} is {version}, older than {'.'.join(map(str, OLDEST_FRONTEND))}",)
     path = _path()
     try:
@@ -148,13 +146,7 @@ def drift() -> tuple[str, ...]:
 
 
 def _path() -> Path:
-    spec = importlib.util.find_spec("cudnn")
-    (folder, *_) = (spec and spec.submodule_search_locations) or [""]
-    return Path(folder) / MODULE
-
-
-def _leading_numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return cudnn_sources.path_of(MODULE)
 
 
 def _definitions(source: str) -> dict[str, tuple[str, ...] | None]:

@@ -1,6 +1,7 @@
 """The fused route on Hopper (SM90), by the kernels of hopper_forward.py and hopper_backward.py.
 
-Which of them serves a call is in hopper_configuration.py, and launching in launching.py.
+Which of them serves a call is in hopper_configuration.py, with the choices that there are, and launching in
+launching.py.
 
 Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the gate in the first I columns.
 """
@@ -8,7 +9,8 @@ Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the g
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import types
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,26 +31,44 @@ def dual_gemm_act(
     activation: str,
     *,
     want_gate_up: bool,
+    choice: str = "",
 ) -> tuple[Tensor, Tensor | None]:
     """`h = act(x Wg^T + bg) * (x Wu^T + bu)`, and `[gate | up]` where a gradient needs it."""
     (tokens, hidden), inner = x_MH.shape, w_gate_IH.shape[0]
     if want_gate_up:
-        hopper_products.compile_all(x_MH.dtype, x_MH.device, tokens, hidden, inner)
-    return launching.dual_gemm_act(_FAMILY, x_MH, w_gate_IH, w_up_IH, b_gate_I, b_up_I, activation, want_gate_up)
+        hopper_products.compile_all(x_MH.dtype, x_MH.device, tokens, hidden, inner, choice)
+    biases = b_gate_I, b_up_I
+    return launching.dual_gemm_act(_family(choice), x_MH, w_gate_IH, w_up_IH, *biases, activation, want_gate_up)
 
 
 def gemm_dact(
-    dout_MH: Tensor, w_down_HI: Tensor, gate_up_M2I: Tensor, activation: str, *, want_h: bool
+    dout_MH: Tensor, w_down_HI: Tensor, gate_up_M2I: Tensor, activation: str, *, want_h: bool, choice: str = ""
 ) -> tuple[Tensor, Tensor | None]:
     """`dh = dout Wd`, then `[d_gate | d_up]` from it, and `h` again where the down projection's gradient needs it."""
-    return launching.gemm_dact(_FAMILY, dout_MH, w_down_HI, gate_up_M2I, activation, want_h)
+    return launching.gemm_dact(_family(choice), dout_MH, w_down_HI, gate_up_M2I, activation, want_h)
 
 
-def is_compiled(problem: Problem, tokens: int) -> bool:
+def is_compiled(problem: Problem, tokens: int, choice: str = "") -> bool:
     """Whether a call and its gradients would compile nothing."""
     sizes = tokens, problem.hidden, problem.inner
-    products = hopper_products.is_compiled(problem.dtype, problem.device, *sizes)
-    return products and launching.is_compiled(_FAMILY, problem, tokens)
+    products = hopper_products.is_compiled(problem.dtype, problem.device, *sizes, choice)
+    return products and launching.is_compiled(_family(choice), problem, tokens)
+
+
+def differs(problem: Problem, tokens: int, choice: str) -> bool:
+    """Whether a call or its gradients would launch other kernels than without the choice."""
+    return _needed(problem, tokens, choice) != _needed(problem, tokens, "")
+
+
+def _needed(problem: Problem, tokens: int, choice: str) -> tuple[Any, ...]:
+    products = hopper_products.needed(problem.dtype, problem.device, tokens, problem.hidden, problem.inner, choice)
+    return launching.needed(_family(choice), problem, tokens), products
+
+
+def with_choice(choice: str) -> types.SimpleNamespace:
+    """The two functions of the fused route, with the work cut up in that way."""
+    functions = (dual_gemm_act, gemm_dact)
+    return types.SimpleNamespace(**{each.__name__: functools.partial(each, choice=choice) for each in functions})
 
 
 @functools.cache
@@ -58,18 +78,23 @@ def _clusters(device: torch.device, size: Size) -> int:
     return count if size is Size.SMALL else clusters_of(device)
 
 
-def compile_ahead(device: torch.device, dtype: torch.dtype, activation: str, biased: bool) -> None:
-    """Every kernel of a self-check, side by side."""
-    launching.compile_ahead(_FAMILY, device, dtype, activation, biased, *every_product(dtype))
+def compile_ahead(device: torch.device, dtype: torch.dtype, activation: str, biased: bool, choice: str = "") -> None:
+    """Every kernel of a self-check, side by side; that of a choice leaves the products to the backend's own."""
+    products = () if choice else every_product(dtype)
+    launching.compile_ahead(_family(choice), device, dtype, activation, biased, *products)
 
 
-_FAMILY = launching.Family(
-    sizes=tuple(Size),
-    size_of=size_of,
-    configurations=configurations,
-    most=_clusters,
-    arch=lambda device: ARCH,
-    takes_biases=True,
-)
-_forward = functools.partial(launching.forward, _FAMILY, ARCH)
-_backward = functools.partial(launching.backward, _FAMILY, ARCH)
+@functools.cache
+def _family(choice: str) -> launching.Family:
+    return launching.Family(
+        sizes=tuple(Size),
+        size_of=size_of,
+        configurations=functools.partial(configurations, choice=choice),
+        most=_clusters,
+        arch=lambda device: ARCH,
+        takes_biases=True,
+    )
+
+
+_forward = functools.partial(launching.forward, _family(""), ARCH)
+_backward = functools.partial(launching.backward, _family(""), ARCH)

@@ -6,6 +6,7 @@ Tensors: M tokens, H hidden size, I intermediate size.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -139,6 +140,44 @@ class Product:
         return self.tile.stages * self.tile.stage_bytes + 2 * FORWARD_BUFFERS * 64 * PRODUCT_CHUNK * 2 + BARRIER_BYTES
 
 
+# ----------------------------------------------------------------------------------------------- how work is cut up
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What decides how work is cut up, besides its sizes. The defaults are by what was measured on an H200."""
+
+    forward_group: int = 4
+    """Of large tiles. Groups of 2, 4 and 16 took 0.97 of the time of 8 at (8192, 5120, 17408), and 1.00 at two smaller
+    sizes."""
+    backward_groups: tuple[int, int] = (4, 8)
+    """Of large tiles, with a short K and a long one. Groups of 8 over 4, from H 2048 on: 0.99 to 1.00."""
+    swapped: bool = False
+    """Whether a short K gets the backward kernel of a long one, and the other way round."""
+    fullness: float = 0.965
+    """Of the work of all multiprocessors in all rounds of tiles, what must be there for the result of a product.
+
+    H200, time over cuBLAS's at this fraction: the gradients of both weights 0.96 (0.981), 0.97 (0.979), 0.97 (0.970),
+    1.01 (0.940); that of the down projection 0.96 (0.981), 0.99 (0.970), 1.01 (0.953), 1.12 (0.867); dx 0.98 (0.970),
+    0.99 (0.955), 1.04 and 1.07 (0.887). By `python -m benchmarks gated_mlp_kernels`.
+    """
+    fewest_tokens: int = 8192
+    """For a product. With fewer nothing was measured."""
+    anywhere: bool = False
+    """Whether our own products serve on GPUs, and at widths, at which none was timed."""
+
+
+CUTS = {
+    "": Cut(),
+    "small-groups": Cut(forward_group=2, backward_groups=(2, 4)),
+    "large-groups": Cut(forward_group=16, backward_groups=(16, 16)),
+    "swapped-backward": Cut(swapped=True),
+    "own-products": Cut(fullness=0.0, fewest_tokens=2048, anywhere=True),
+    "cublas-products": Cut(fullness=math.inf),
+}
+"""By the name of a choice; the first is what serves where `fusepatch tune` found none to be faster."""
+
+
 # ------------------------------------------------------------------------------------------------- which one serves
 
 _ENOUGH_TILES = 100
@@ -172,40 +211,42 @@ def size_of(tokens: int, hidden: int, inner: int) -> Size:
 
 
 def forward_configuration(
-    dtype: torch.dtype, activation: str, keep_gate_up: bool, size: Size, *, biased: bool = False
+    dtype: torch.dtype, activation: str, keep_gate_up: bool, size: Size, *, biased: bool = False, choice: str = ""
 ) -> Forward:
     """The forward kernel of a call."""
     if size is Size.SMALL:
         shape = Tile(rows=64, columns=128, stages=8, cluster=1, group=8)
     else:
         # 128 x (96 + 96) was the fastest of five shapes at each of three sizes on an H200, the cluster of two gave 3 to
-        # 7 %. Groups of 2, 4 and 16 took 0.97 of the time of 8 at (8192, 5120, 17408), and 1.00 at two smaller sizes.
-        shape = Tile(rows=128, columns=192, stages=5, cluster=2, group=4)
+        # 7 %.
+        shape = Tile(rows=128, columns=192, stages=5, cluster=2, group=CUTS[choice].forward_group)
     return Forward(_name(dtype), activation, keep_gate_up, biased, shape)
 
 
-def backward_configuration(dtype: torch.dtype, activation: str, want_h: bool, size: Size) -> Backward:
+def backward_configuration(
+    dtype: torch.dtype, activation: str, want_h: bool, size: Size, *, choice: str = ""
+) -> Backward:
     """The backward kernel of a call."""
+    cut = CUTS[choice]
     slots, h_buffers = (3, 2) if want_h else (4, 0)
+    shallow = size is (Size.DEEP if cut.swapped else Size.SHALLOW)
     if size is Size.SMALL:
         shape = Tile(rows=64, columns=128, stages=6, cluster=1, group=8)
     else:
-        # Groups of 8 over 4, from H 2048 on: 0.99 to 1.00.
-        shape = Tile(rows=128, columns=192, stages=4, cluster=2, group=4 if size is Size.SHALLOW else 8)
+        shape = Tile(rows=128, columns=192, stages=4, cluster=2, group=cut.backward_groups[0 if shallow else 1])
     # On an H200, over cuBLAS's GEMM alone: with H 1024, 1.12 so and 1.25 to 1.27 with a lag of 1, which frees slots
     # later; with H 2048, 1.00 with the lag and 1.04 without; from H 4096 on all are within 3 %.
-    shallow = size is Size.SHALLOW
     lag = 0 if shallow else 1
     return Backward(_name(dtype), activation, want_h, shape, slots, h_buffers, lag, keep_operands=shallow)
 
 
 def configurations(
-    dtype: torch.dtype, activation: str, size: Size, *, biased: bool = False
+    dtype: torch.dtype, activation: str, size: Size, *, biased: bool = False, choice: str = ""
 ) -> tuple[Forward | Backward, ...]:
     """Every kernel that a call of this kind, or its gradients, may need."""
     flags = (False, True)
-    forward = (forward_configuration(dtype, activation, flag, size, biased=biased) for flag in flags)
-    return *forward, *(backward_configuration(dtype, activation, flag, size) for flag in flags)
+    forward = (forward_configuration(dtype, activation, flag, size, biased=biased, choice=choice) for flag in flags)
+    return *forward, *(backward_configuration(dtype, activation, flag, size, choice=choice) for flag in flags)
 
 
 # ------------------------------------------------------------------------------------------- products and their rule
@@ -220,62 +261,53 @@ class Kind(Enum):
     D_DOWN = "d_down"
 
 
+_TIMED_CLUSTERS = 66
+"""Of an H200, with 132 multiprocessors; no other GPU was timed."""
+_TIMED_HIDDEN, _TIMED_INNER = 1024, 3072
+"""The smallest that were timed."""
 COLUMNS = {Kind.DX: (192, 160), Kind.D_WEIGHTS: (192,), Kind.D_DOWN: (192,)}
 """What a tile may have. Where columns of B are contiguous, as they are in the other two, only multiples of 64."""
-_FULL = 0.965
-"""Of the work of all multiprocessors in all rounds of tiles, what must be there for the result.
-
-H200, time over cuBLAS's at this fraction: the gradients of both weights 0.96 (0.981), 0.97 (0.979), 0.97 (0.970), 1.01
-(0.940); that of the down projection 0.96 (0.981), 0.99 (0.970), 1.01 (0.953), 1.12 (0.867); dx 0.98 (0.970), 0.99
-(0.955), 1.04 and 1.07 (0.887). By `python -m benchmarks gated_mlp_kernels`.
-"""
-_FEWEST_TOKENS = 8192
-"""With fewer nothing was measured."""
 
 
-def product_configuration(
-    kind: Kind,
-    dtype: torch.dtype,
-    tokens: int,
-    hidden: int,
-    inner: int,
-    clusters: int,
-    columns: int | None = None,
-) -> Product | None:
-    """The product kernel of a call, on a GPU that holds so many clusters; None where cuBLAS is faster, or may be.
-
-    With `columns` given it is the one with that many, whatever the size.
-    """
-    outputs = 2 if kind is Kind.D_WEIGHTS else 1
-    if columns is None:
-        if tokens < _FEWEST_TOKENS:
-            return None
-        across = tokens if kind is Kind.DX else inner
-        columns = max(COLUMNS[kind], key=lambda each: _fullness(hidden, across, outputs, clusters, each))
-        if _fullness(hidden, across, outputs, clusters, columns) < _FULL:
-            return None
+def product(kind: Kind, dtype: torch.dtype, columns: int) -> Product:
+    """The kernel for products of this kind, with tiles of so many columns."""
     return Product(
         dtype=_name(dtype),
         b_by_k=kind is Kind.DX,
         transposed=kind is not Kind.D_DOWN,
         sources=2 if kind is Kind.DX else 1,
-        outputs=outputs,
+        outputs=_outputs(kind),
         tile=Tile(rows=128, columns=columns, stages=5, cluster=2, group=4),
     )
 
 
-def product_configurations(
-    dtype: torch.dtype, tokens: int, hidden: int, inner: int, clusters: int
+def columns_for(kind: Kind, tokens: int, hidden: int, inner: int, clusters: int, *, choice: str = "") -> int | None:
+    """The columns of a tile in a call's product, on a GPU that holds so many clusters; None where cuBLAS multiplies."""
+    cut = CUTS[choice]
+    was_timed = clusters == _TIMED_CLUSTERS and hidden >= _TIMED_HIDDEN and inner >= _TIMED_INNER
+    if tokens < cut.fewest_tokens or clusters < 1 or not (was_timed or cut.anywhere):
+        return None
+    across = tokens if kind is Kind.DX else inner
+    fullness = {each: _fullness(hidden, across, _outputs(kind), clusters, each) for each in COLUMNS[kind]}
+    best = max(fullness, key=fullness.__getitem__)
+    return best if fullness[best] >= cut.fullness else None
+
+
+def products_for(
+    dtype: torch.dtype, tokens: int, hidden: int, inner: int, clusters: int, *, choice: str = ""
 ) -> tuple[Product, ...]:
     """Every product kernel that a call may need."""
-    found = (product_configuration(kind, dtype, tokens, hidden, inner, clusters) for kind in Kind)
-    return tuple(each for each in found if each is not None)
+    found = {kind: columns_for(kind, tokens, hidden, inner, clusters, choice=choice) for kind in Kind}
+    return tuple(product(kind, dtype, columns) for kind, columns in found.items() if columns is not None)
 
 
 def every_product(dtype: torch.dtype) -> tuple[Product, ...]:
     """Every product kernel that any call may need."""
-    found = (product_configuration(kind, dtype, 0, 0, 0, 0, each) for kind in Kind for each in COLUMNS[kind])
-    return tuple(each for each in found if each is not None)
+    return tuple(product(kind, dtype, columns) for kind in Kind for columns in COLUMNS[kind])
+
+
+def _outputs(kind: Kind) -> int:
+    return 2 if kind is Kind.D_WEIGHTS else 1
 
 
 def _fullness(rows: int, across: int, outputs: int, clusters: int, columns: int) -> float:

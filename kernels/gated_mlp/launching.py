@@ -91,9 +91,14 @@ def gemm_dact(
 
 def is_compiled(family: Family, problem: Problem, tokens: int) -> bool:
     """Whether every kernel that a call and its gradients may launch is there, so that CUDA-graph capture may start."""
-    size, arch = family.size_of(tokens, problem.hidden, problem.inner), family.arch(problem.device)
-    needed = family.configurations(problem.dtype, problem.activation, size, biased=problem.bias)
-    return all(compiling.is_compiled(each, arch) for each in needed)
+    arch = family.arch(problem.device)
+    return all(compiling.is_compiled(each, arch) for each in needed(family, problem, tokens))
+
+
+def needed(family: Family, problem: Problem, tokens: int) -> tuple[Any, ...]:
+    """Every kernel that a call and its gradients may launch."""
+    size = family.size_of(tokens, problem.hidden, problem.inner)
+    return family.configurations(problem.dtype, problem.activation, size, biased=problem.bias)
 
 
 def compile_ahead(

@@ -1,8 +1,8 @@
 """The kernels as operators of torch, for what looks at operators: compilers, selective checkpointing, other modes.
 
-Each operator calls the backend that it is given the name of. Calling through one costs tens of microseconds on the
-host, so a plain call goes past them (`op.py`); the autograd functions are the same either way, so that a forward pass
-inside a mode and its recomputation outside of it save the same tensors.
+Each operator calls the backend, or the choice of one, that it is given the label of. Calling through one costs tens of
+microseconds on the host, so a plain call goes past them (`op.py`); the autograd functions are the same either way, so
+that a forward pass inside a mode and its recomputation outside of it save the same tensors.
 
 Tensors: M tokens, H hidden size, I intermediate size, M2I = [M, 2*I] with the gate in the first I columns. An output
 that is not wanted is empty, since an operator can't return None.
@@ -23,7 +23,7 @@ from ... import settings
 from ...decline import Reason
 from ..autograd import without_autocast
 from ..backends import MOST_TOKENS, load
-from .choose import BACKENDS, OP, REFERENCE, Backend, Problem, choose
+from .choose import OP, REFERENCE, Backend, Problem, choose, labelled
 from .op import down_gradients, gradients, products_of, rows
 
 
@@ -74,12 +74,12 @@ class Operators:
 @functools.cache
 def operators(backend: Backend) -> Operators:
     """The operators that end in the kernels of `backend`."""
-    return Operators(backend.name)
+    return Operators(backend.label)
 
 
 @functools.cache
 def _named(backend: str) -> Backend:
-    return next(each for each in BACKENDS if each.name == backend)
+    return labelled(backend)
 
 
 def _serving_these(backend: str, *tensors: Tensor | None) -> Any:
@@ -93,7 +93,8 @@ def _serving_these(backend: str, *tensors: Tensor | None) -> Any:
 def serving(problem: Problem) -> tuple[str, int] | None:
     """The backend that serves compiled calls of `problem`, and the fewest tokens of which; None where there is none.
 
-    A native one that is not named serves where it was measured to win against the library's code, compiled too.
+    Never a choice of it: `fusepatch tune` measures calls that are not compiled. A native one that is not named serves
+    where it was measured to win against the library's code, compiled too.
     """
     backend = choose(problem, MOST_TOKENS)
     if isinstance(backend, Reason) or backend.whole:
@@ -245,14 +246,15 @@ def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 @dataclass(frozen=True)
 class _Products:
     """The backend's own products as operators, for `gradients`. Which of them serve is settled while it is traced, and
-    so by none where the number of tokens is a symbol."""
+    so by none where the number of tokens is a symbol. A graph that torch kept on disk may hold one that no longer does:
+    then the operator multiplies through cuBLAS."""
 
     backend: str
 
     def _serves(self, name: str, like: Tensor, tokens: Any, hidden: int, inner: int) -> bool:
         module = products_of(_named(self.backend))
         is_known = not isinstance(tokens, torch.SymInt)
-        return is_known and module is not None and module.serves(name, like.dtype, like.device, tokens, hidden, inner)
+        return is_known and module is not None and module.serves(name, like.device, tokens, hidden, inner)
 
     def dx(self, d_gate_up_M2I: Tensor, gate_weight: Tensor, up_weight: Tensor | None) -> Tensor | None:
         (tokens, inner_2), hidden = d_gate_up_M2I.shape, gate_weight.shape[1]
@@ -278,8 +280,10 @@ class _Products:
 
 @torch.library.custom_op("fusepatch::product_dx", mutates_args=())
 def _product_dx(d_gate_up_M2I: Tensor, gate_weight: Tensor, up_weight: Tensor | None, backend: str) -> Tensor:
-    result: Tensor = products_of(_named(backend)).dx(d_gate_up_M2I, gate_weight, up_weight)
-    return result
+    needs, products = (True, False, False, False, False), products_of(_named(backend))
+    dx_MH, *_rest = gradients(needs, up_weight is None, d_gate_up_M2I, None, gate_weight, up_weight, products)
+    assert dx_MH is not None
+    return dx_MH
 
 
 @_product_dx.register_fake
@@ -289,7 +293,9 @@ def _(d_gate_up_M2I: Tensor, gate_weight: Tensor, up_weight: Tensor | None, back
 
 @torch.library.custom_op("fusepatch::product_d_weights", mutates_args=())
 def _product_d_weights(d_gate_up_M2I: Tensor, x_MH: Tensor, packed: bool, backend: str) -> tuple[Tensor, Tensor]:
-    first, second = products_of(_named(backend)).d_weights(d_gate_up_M2I, rows(x_MH), packed=packed)
+    needs, products = (False, True, not packed, False, False), products_of(_named(backend))
+    _, first, second, *_rest = gradients(needs, packed, d_gate_up_M2I, rows(x_MH), None, None, products)
+    assert first is not None
     return first, x_MH.new_empty(0) if second is None else second
 
 
@@ -303,8 +309,9 @@ def _(d_gate_up_M2I: Tensor, x_MH: Tensor, packed: bool, backend: str) -> tuple[
 
 @torch.library.custom_op("fusepatch::product_d_down", mutates_args=())
 def _product_d_down(dout_MH: Tensor, h_MI: Tensor, backend: str) -> Tensor:
-    result: Tensor = products_of(_named(backend)).d_down(rows(dout_MH), h_MI)
-    return result
+    d_down_HI, _ = down_gradients((True, False), rows(dout_MH), h_MI, products_of(_named(backend)))
+    assert d_down_HI is not None
+    return d_down_HI
 
 
 @_product_d_down.register_fake

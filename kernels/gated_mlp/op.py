@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ...decline import Route
 from ..autograd import differentiable_once, tie
-from ..backends import load
+from ..backends import load, with_choice
 from .choose import ACTIVATIONS, REFERENCE, Backend, Problem, for_op
 
 # ---------------------------------------------------------------------------------------------------- public ops
@@ -162,8 +162,8 @@ def _kernels(backend: Backend) -> Any:
 
 @functools.cache
 def products_of(backend: Backend) -> Any:
-    """The module of the backend's own products, for `gradients`; None where it has none."""
-    return None if backend.products is None else importlib.import_module(backend.products)
+    """The functions of the backend's own products, for `gradients`; None where it has none."""
+    return None if backend.products is None else with_choice(importlib.import_module(backend.products), backend.choice)
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,9 @@ Tensors: M = B T tokens, H heads of q and k, G value heads, K = V = 128, N seque
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -43,6 +40,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...decline import Reason
+from .. import cudnn_sources
 from ..autograd import differentiable_once
 from ..device import made_current
 from .problem import Call, Inputs, Problem
@@ -98,14 +96,8 @@ _KERNEL, _DIGEST = "kda_bwd_sm90.cu", "47ed19df7f6097838f5fa166bce90ec937a83c29c
 @functools.cache
 def drift() -> tuple[str, ...]:
     """Where the installed kernel is not the one whose limits were read, in words; nothing of cuDNN is imported."""
-    spec = importlib.util.find_spec("cudnn")
-    (folder, *_) = (spec and spec.submodule_search_locations) or [""]
-    path = Path(folder) / "linear_attention" / "hopper" / "cuda_kernels" / _KERNEL
-    if not path.is_file():
-        return (f"nvidia-cudnn-frontend has no {_KERNEL}: 1.32.0 brings it",)
-    if hashlib.sha256(path.read_bytes()).hexdigest() != _DIGEST:
-        return (f"{_KERNEL} of nvidia-cudnn-frontend is not that of 1.32.0, whose limits are known",)
-    return ()
+    path = cudnn_sources.path_of("linear_attention", "hopper", "cuda_kernels", _KERNEL)
+    return cudnn_sources.why_not_as_read(_KERNEL, [path], _DIGEST)
 
 
 class _Frontend(NamedTuple):

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import entry
+from .. import catalogue, entry
+from ..decline import Route
 from .bound import TensorName
 from .surroundings import poisoned_memory, random_numbers
 
@@ -44,11 +45,23 @@ class Counts:
     """By route, with the sites in CUDA graphs."""
     declines: Mapping[str, int] = field(default_factory=dict)
     """Calls that took a slower route than the fastest, by reason."""
+    functions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Those of `calls` that were of a library's function and not of a patched module, by op and by route."""
 
     @property
     def native(self) -> int:
         """Calls that a route of ours served."""
-        return sum(count for route, count in self.calls.items() if route != "original")
+        return native_of(self.calls)
+
+    @property
+    def native_of_modules(self) -> int:
+        """Those among them that were of patched modules."""
+        return self.native - sum(map(native_of, self.functions.values()))
+
+
+def native_of(calls: Mapping[str, int]) -> int:
+    """How many of these calls, by route, a route of ours served."""
+    return sum(count for route, count in calls.items() if route != Route.ORIGINAL.value)
 
 
 @dataclass(frozen=True)
@@ -288,12 +301,25 @@ def _backward(loss: Tensor | None, outputs: Mapping[str, Tensor], seed: int) -> 
 def _counts(ops: tuple[str, ...]) -> Counts:
     calls: dict[str, int] = {}
     declines: dict[str, int] = {}
+    functions: dict[str, dict[str, int]] = {}
     for target in entry.status().targets:
-        if target.name.partition("/")[0] in ops:
-            for total, what in ((calls, "calls"), (calls, "captured"), (declines, "declines")):
-                for key, count in target.total(what).items():
-                    total[key] = total.get(key, 0) + count
-    return Counts(calls, declines)
+        op = target.name.partition("/")[0]
+        if op not in ops:
+            continue
+        _add(declines, target.total("declines"))
+        for what in ("calls", "captured"):
+            _add(calls, target.total(what))
+            if target.name in _FUNCTIONS:
+                _add(functions.setdefault(op, {}), target.total(what))
+    return Counts(calls, declines, functions)
+
+
+_FUNCTIONS = frozenset(target.name for target in catalogue.REGISTRY_TARGETS)
+
+
+def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
+    for key, count in more.items():
+        total[key] = total.get(key, 0) + count
 
 
 def _since(before: Counts, ops: tuple[str, ...]) -> Counts:
@@ -303,4 +329,9 @@ def _since(before: Counts, ops: tuple[str, ...]) -> Counts:
         found = {key: count - old.get(key, 0) for key, count in new.items()}
         return {key: count for key, count in found.items() if count > 0}
 
-    return Counts(difference(after.calls, before.calls), difference(after.declines, before.declines))
+    functions = {op: difference(calls, before.functions.get(op, {})) for op, calls in after.functions.items()}
+    return Counts(
+        difference(after.calls, before.calls),
+        difference(after.declines, before.declines),
+        {op: calls for op, calls in functions.items() if calls},
+    )

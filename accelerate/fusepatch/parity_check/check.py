@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from .. import catalogue, entry, ledger, settings
-from ..catalogue import Target
 from ..decline import DeclinedError, Route
 from ..explanation import Explanation, explain
 from . import arms, bound, in_place, routing, watching
@@ -49,7 +48,9 @@ def parity(
     must be as near to fp32 as the unpatched library's: what each patched module gave in the patched arm, tensor by
     tensor; and what came out of the whole model (each output, each parameter's gradient and that of `inputs_embeds`),
     taken together: `bound.py` says why.
-    `native_calls` is how many calls must have run natively; None asks for each call that `explain()` promises.
+    `native_calls` is how many calls must have run natively; None asks for each call that `explain()` promises. It
+    promises none of a layer that calls a function of its library, such as FLA's `chunk_kda`, since it can't know what
+    the call passes: a note says how many ran natively. What such a layer gave is judged like that of a patched module.
     `gradients=False` leaves the backward pass out. `poison` fills memory that nobody has written with NaN.
 
     What was applied before the call is back in place after it. Raises TypeError or ValueError for arguments of another
@@ -174,7 +175,7 @@ def _run_patched(
     source: Source, options: Options, names: tuple[str, ...], ops: tuple[str, ...] | None, found: _Found
 ) -> None:
     model = source.make()
-    if not any(_finds_something(target, model) for name in names for target in catalogue.targets_of(name)):
+    if not any(catalogue.find_served(target, model) for name in names for target in catalogue.targets_of(name)):
         _expect(model, names, found)
         found.notes.append("the patched arm did not run: there is nothing to patch")
         return
@@ -189,6 +190,10 @@ def _run_patched(
             result = arms.run(model, options, names)
     found.off_patched = _compare(result, found)
     found.patched = _without_tensors(result)
+    for op, calls in result.counts.functions.items():
+        found.notes.append(
+            f"{arms.native_of(calls)} of {sum(calls.values())} calls of the function of {op} ran natively"
+        )
     if result.error is None and result.counts.native:
         found.in_place = in_place.judge(model, seen, names)
         found.notes += found.in_place.notes
@@ -207,10 +212,6 @@ def _served(model: nn.Module, names: tuple[str, ...]) -> list[str]:
     """The modules that these ops could serve; "" is the model itself."""
     rows = explain(model).modules
     return ["" if row.name == _ITSELF else row.name for row in rows if row.op in names]
-
-
-def _finds_something(target: Target, model: nn.Module) -> bool:
-    return any(True for _ in catalogue.find_in_model(target, model))
 
 
 def _compare(result: Result, found: _Found) -> dict[TensorName, float]:
@@ -240,7 +241,7 @@ def _expect(model: nn.Module, names: tuple[str, ...], found: _Found) -> None:
         if row is None or row.op not in names:
             continue
         if row.route != Route.ORIGINAL.value:
-            found.native_expected += 1
+            found.native_expected += row.certain
         elif row.reason is not None:
             found.why_not_native[row.reason] = row.fix or ""
 
@@ -359,6 +360,7 @@ def _judge(found: _Found, errors: list[TensorError], whole: TensorError | None) 
         return Verdict.NOTHING_NATIVE, [_why_nothing_native(found)]
     if found.native_asked is not None and native != found.native_asked:
         return Verdict.FAILED, [f"{native} native calls, and native_calls={found.native_asked}"]
+    native = found.patched.counts.native_of_modules
     if native < found.native_expected:
         return Verdict.FAILED, [
             f"{native} native calls, where explain() promises {found.native_expected}{_declined(found.patched.counts)}"
@@ -372,6 +374,8 @@ def _why_nothing_native(found: _Found) -> str:
     if found.why_not_native:
         why = "; ".join(f"{reason} ({fix})" if fix else reason for reason, fix in found.why_not_native.items())
         return f"no native call: {why}"
+    if found.patched.counts.functions:
+        return f"no native call{_declined(found.patched.counts)}"
     return f"no native call: {'the model called' if found.calls else 'the model has, or called,'} nothing of ours"
 
 

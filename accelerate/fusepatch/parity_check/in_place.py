@@ -19,7 +19,7 @@ from .. import entry
 from . import arms, bound
 from .bound import TensorError, TensorName
 from .surroundings import exact_arithmetic, random_numbers
-from .watching import Seen
+from .watching import Seen, output_of
 
 OUTPUT, INPUT_GRADIENT = "output", "gradient of the input"
 
@@ -103,8 +103,9 @@ def _replay(
     if dtype is not None:
         arms.widen(module)
     for call in calls:
-        if not _is_finite(call.input):
-            found.append("what it was given is not finite")
+        why_not = _why_not_again(call)
+        if why_not is not None:
+            found.append(why_not)
             continue
         try:
             given = _run(module, call if dtype is None else replace(call, autocast=None), dtype)
@@ -113,6 +114,12 @@ def _replay(
         else:
             found.append({what: None if tensor is None else tensor.cpu() for what, tensor in given.items()})
     return found
+
+
+def _why_not_again(call: Seen) -> str | None:
+    if call.holds_state:
+        return "it was given a cache or another object that the call may have changed"
+    return None if _is_finite(call.input) else "what it was given is not finite"
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -151,7 +158,9 @@ def _run(module: nn.Module, call: Seen, dtype: torch.dtype | None) -> dict[str, 
     if call.random[1] is not None:
         torch.cuda.set_rng_state(call.random[1], call.device)
     with torch.set_grad_enabled(bool(wanted)), _autocast(call):
-        out = module(*args, **kwargs)
+        out = output_of(module(*args, **kwargs))
+    if out is None:
+        raise TypeError("it gave no tensor")
     found: dict[str, Tensor | None] = {OUTPUT: out.detach()}
     if wanted:
         assert call.dout is not None

@@ -27,6 +27,8 @@ class Seen:
     random: tuple[Tensor, Tensor | None]
     """The states of the CPU's and the device's generator."""
     wants_dx: bool
+    holds_state: bool = False
+    """It was given something, such as a cache, that the call may have changed."""
     out: Tensor | None = None
     dout: Tensor | None = None
     dx: Tensor | None = None
@@ -78,7 +80,8 @@ def _hooks(calls: list[Seen]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         given = tuple(map(_on_cpu, args)), {key: _on_cpu(value) for key, value in kwargs.items()}
         # A parameter is left as it is: our patches decline it, and would serve a view of it.
         wants_dx = x.requires_grad and torch.is_grad_enabled() and type(x) is Tensor
-        call = mine[-1] = Seen(*given, which, x.device, autocast, _random_states(x.device), wants_dx)
+        holds_state = not _is_plain((args, kwargs))
+        call = mine[-1] = Seen(*given, which, x.device, autocast, _random_states(x.device), wants_dx, holds_state)
         if not wants_dx:
             return None
         x = x.view_as(x)  # of its own, so that its gradient is this module's alone
@@ -87,9 +90,9 @@ def _hooks(calls: list[Seen]) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return args, {**kwargs, which: x}
         return (*args[:which], x, *args[which + 1 :]), kwargs
 
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        call = running[threading.get_ident()].pop()
-        if call is None or not isinstance(out, Tensor):
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gave: Any) -> None:
+        call, out = running[threading.get_ident()].pop(), output_of(gave)
+        if call is None or out is None:
             return
         call.out = _on_cpu(out)
         if out.requires_grad and out.grad_fn is not None:
@@ -101,6 +104,20 @@ def _hooks(calls: list[Seen]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         calls.append(call)
 
     return before, after
+
+
+def output_of(gave: Any) -> Tensor | None:
+    """What a module gave, or the first of several things, as FLA's layers give them."""
+    first = gave[0] if isinstance(gave, tuple) and gave else gave
+    return first if isinstance(first, Tensor) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, (Tensor, bool, int, float, str, torch.dtype, torch.device))
 
 
 def _end_of(out: Tensor) -> Tensor:

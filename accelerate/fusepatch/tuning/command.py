@@ -12,8 +12,9 @@ from ..cli import CommandError, first_line, positive_number, torch_device
 
 DESCRIPTION = """\
 Builds a model from its configuration, without weights, and measures on this machine's GPU which backend is fastest for
-each kind of its modules at each number of tokens, against the library's own code. What it finds is kept under
-FUSEPATCH_CACHE_DIR, and accelerate() then follows it, on this kind of GPU with these versions alone.
+each kind of its modules at each number of tokens, against the library's own code; of the backend that won, which way to
+cut up its work, too. What it finds is kept under FUSEPATCH_CACHE_DIR, and accelerate() then follows it, on this kind of
+GPU with these versions alone.
 
 It may be stopped at any time: what was measured is kept, and the next run goes on from there.
 """

@@ -1,11 +1,12 @@
-"""One kind of module at one number of tokens: every backend that can serve it, against the library's own code."""
+"""One kind of module at one number of tokens: every backend that can serve it, against the library's own code; then the
+choices of the one that won, against its own rules."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,9 @@ MODES = ("train", "forward")
 """Forward + backward with all gradients that the module's weights want, and forward alone without any."""
 TRANSIENT = (Reason.SELFCHECK_INCONCLUSIVE.value, Reason.GLOBAL_HOOKS.value, Reason.DISABLED.value)
 """Reasons that may not hold the next time: what they kept from being measured is not remembered."""
+
+Arm = dict[str, Callable[[], object]]
+"""What is timed, by mode."""
 
 
 class UnmeasurableError(Exception):
@@ -78,8 +82,10 @@ def measure(case: Case, modes: Sequence[str], seconds: float, device: torch.devi
     """Every backend of the op against the library's own code, in each of `modes`; the first decides which is fastest.
 
     A backend wins where it is not slower in any mode, and in the first is the fastest, its middle three fifths apart
-    from the library's. One that raises is left out, with what it raised. Raises UnmeasurableError where the module
-    can't be copied, or does not run by itself.
+    from the library's. One that raises is left out, with what it raised. Then, for `seconds` again, each choice of
+    the winner that would run anything else against the winner without one; it wins in the same way, but that another
+    mode, where much of the two may be the same, need only not be slower and apart. Raises UnmeasurableError where the
+    module can't be copied, or does not run by itself.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -98,41 +104,84 @@ def measure(case: Case, modes: Sequence[str], seconds: float, device: torch.devi
 
 
 def _measured(case: Case, module: nn.Module, modes: tuple[str, ...], seconds: float, device: torch.device) -> Measured:
-    op, forward = case.target.op, catalogue.forward_of(case.owner)
+    op, forward, per_mode = case.target.op, catalogue.forward_of(case.owner), seconds / len(modes)
     calls = {mode: _call(module, case.target.shim.example_input(module, forward, case.tokens), mode) for mode in modes}
-    arms: dict[str, dict[str, Callable[[], object]]] = {LIBRARY: {mode: _without(calls[mode]) for mode in modes}}
+    names = [name for name in settings.OPS[op].backends if (name == "reference") is (device.type == "cpu")]
     problems: list[str] = []
-    why_not: dict[str, str] = {}
-    for name in settings.OPS[op].backends:
-        if (name == "reference") is not (device.type == "cpu"):
-            continue
-        forced = _naming(op, name)
-        try:
-            with _in_force(forced), profiles.asked() as asked:
-                made = case.target.shim.warm(module, forward, case.tokens)
-            problems += asked
-            if made.route is Route.ORIGINAL:
-                why_not[name] = "-" if made.reason is None else made.reason.value
-                continue
-            ours = {mode: _with(calls[mode], forced) for mode in modes}
-            for call in ours.values():
-                call()
-            timing.settle(device)
-        except Exception as error:
-            timing.settle(device)  # raises where the device is lost, and nothing can be measured any more
-            why_not[name] = _said(error)
-            continue
-        arms[name] = ours
-    over: dict[str, dict[str, float]] = {name: {} for name in arms if name != LIBRARY}
+    arms, why_not = _arms(case, module, calls, names, problems, device)
+    library = {mode: _without(calls[mode]) for mode in modes}
+    over: dict[str, dict[str, float]] = {name: {} for name in arms}
     apart: dict[str, bool] = {}
     for mode in modes if over else ():
-        times = timing.compare({name: arm[mode] for name, arm in arms.items()}, seconds / len(modes), device)
+        times = timing.compare(_in(mode, {LIBRARY: library, **arms}), per_mode, device)
         for name in over:
             over[name][mode] = times[name].p50 / times[LIBRARY].p50
             apart.setdefault(name, times[name].p80 < times[LIBRARY].p20)
     winners = [name for name in over if apart[name] and max(over[name].values()) <= 1.0]
     best = min(winners, key=lambda name: over[name][modes[0]], default=None)
+    if best is not None:
+        labels = [label for label in settings.OPS[op].choices if label.partition("/")[0] == best]
+        choices, why = _arms(case, module, calls, labels, problems, device)
+        # One that would run nothing else says that its size is not admitted.
+        why_not |= {label: each for label, each in why.items() if each != Reason.SIZE_NOT_ADMITTED.value}
+        if choices:
+            best = _fastest_choice(best, arms[best], choices, over, per_mode, device)
     return Measured(op, case.name, tuple(dict.fromkeys(problems)), case.tokens, modes, best, over, why_not)
+
+
+def _arms(
+    case: Case,
+    module: nn.Module,
+    calls: Arm,
+    labels: Sequence[str],
+    problems: list[str],
+    device: torch.device,
+) -> tuple[dict[str, Arm], dict[str, str]]:
+    """The calls by each backend or choice, having run once; and why not, of those that can't serve them. Adds to
+    `problems` what was asked about.
+    """
+    arms: dict[str, Arm] = {}
+    why_not: dict[str, str] = {}
+    for label in labels:
+        forced = _naming(case.target.op, label)
+        try:
+            with _in_force(forced), profiles.asked() as asked:
+                made = case.target.shim.warm(module, catalogue.forward_of(case.owner), case.tokens)
+            problems += asked
+            if made.route is Route.ORIGINAL:
+                why_not[label] = "-" if made.reason is None else made.reason.value
+                continue
+            ours = {mode: _with(call, forced) for mode, call in calls.items()}
+            for call in ours.values():
+                call()
+            timing.settle(device)
+        except Exception as error:
+            timing.settle(device)  # raises where the device is lost, and nothing can be measured any more
+            why_not[label] = _said(error)
+            continue
+        arms[label] = ours
+    return arms, why_not
+
+
+def _fastest_choice(
+    name: str, own: Arm, choices: Mapping[str, Arm], over: dict[str, dict[str, float]], seconds: float,
+    device: torch.device,
+) -> str:  # fmt: skip
+    """The choice that is fastest in the first mode, or the backend `name` itself; adds each one's times to `over`."""
+    first, *_ = own
+    wins = dict.fromkeys(choices, True)
+    for mode in own:
+        times = timing.compare(_in(mode, {name: own, **choices}), seconds, device)
+        for label in choices:
+            ratio = over[name][mode] * times[label].p50 / times[name].p50
+            over.setdefault(label, {})[mode] = ratio
+            is_fine = times[label].p80 < times[name].p20 if mode == first else times[label].p20 <= times[name].p80
+            wins[label] = wins[label] and is_fine and ratio <= 1.0
+    return min((label for label in choices if wins[label]), key=lambda label: over[label][first], default=name)
+
+
+def _in(mode: str, arms: Mapping[str, Arm]) -> Arm:
+    return {name: arm[mode] for name, arm in arms.items()}
 
 
 def _copied(case: Case, device: torch.device) -> nn.Module:

@@ -74,14 +74,16 @@ def tune(
     again: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> TuningReport:
-    """Measures which backend is fastest for each kind of module of `model`, and keeps it for later `accelerate()`s.
+    """Measures which backend is fastest for each kind of module of `model`, and keeps it for later `accelerate()`s; of
+    the fastest backend, which of the ways to cut up its kernels' work, too.
 
     `model` may lie on the meta device: one module of each kind is copied to `device`, hooks and all, with random
     weights; the model itself is neither run nor changed. `token_counts` are numbers of tokens in one call: batch times
     sequence length; name the most that you use, since what is measured says little of more. `modes` are `train`
     (forward + backward) and `forward` (without gradients), the most important first. What the profile has already is
-    not measured again, unless `again`. After `seconds` no further case is begun. `tell` is given a line per case. On a
-    CPU it rehearses with the reference backend, and keeps nothing.
+    not measured again, unless `again`. After `seconds` no further case is begun; one takes `seconds_per_case` for the
+    backends, and as long for the ways to cut up the work of the fastest. `tell` is given a line per case. On a CPU it
+    rehearses with the reference backend, and keeps nothing.
 
     Raises TypeError or ValueError for arguments of another kind or a model without a module that could be served, and
     RuntimeError while `accelerate()` is on, inside `disabled()`, and where global module hooks are set.

@@ -1,4 +1,4 @@
-"""The table of backends of KDA, and which one serves a call; the rules are those of kernels/backends.py."""
+"""The table of backends of KDA; what it shares with the gated delta rule's is in ../table.py."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from ....decline import Reason, Route
 from ....selfcheck import Standing
 from ... import backends
 from ...backends import Backend
-from .. import cudnn_frost, cudnn_hopper
+from .. import cudnn_hopper, table
 from ..problem import Call, Problem
 
 OP = "kda"
-_CHECK = "fusepatch.kernels.linear_attention.check"
-
-
-def _not_measured(problem: Problem, tokens: int) -> bool:
-    """No size is admitted: through the library's layers, the kernels have been measured on no GPU."""
-    return False
-
-
+REFERENCE = table.REFERENCE
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="cudnn_hopper",
@@ -33,62 +26,29 @@ BACKENDS: tuple[Backend, ...] = (
         drift=cudnn_hopper.drift,
         why_not=cudnn_hopper.why_not,
         capabilities=frozenset({(9, 0)}),
-        admits=_not_measured,
+        admits=table.not_measured,
         compiled=lambda problem, tokens: cudnn_hopper.is_compiled(problem),
         note="cudnn_hopper's gradients of dt_bias, A_log, the gate and the initial state are less exact than the "
         "library's, beyond parity",
-        check=_CHECK,
+        check=table.CHECK,
     ),
-    Backend(
-        name="cudnn_frost",
-        module="fusepatch.kernels.linear_attention.cudnn_frost",
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
-        routes=frozenset({Route.FUSED}),
-        named_only=True,
-        packages=("cudnn", "cutlass"),
-        why_not=lambda problem: cudnn_frost.why_not(problem, OP),
-        capabilities=frozenset({(10, 0), (10, 3)}),
-        admits=_not_measured,
-        compiled=lambda problem, tokens: False,
-        check=_CHECK,
-    ),
-    Backend(
-        name="reference",
-        module="fusepatch.kernels.linear_attention.reference",
-        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
-        routes=frozenset({Route.FUSED}),
-        native=False,
-    ),
+    table.frost(OP),
+    REFERENCE,
 )
 """In order of preference where none is named."""
 
-REFERENCE = BACKENDS[-1]
-
-
-def _case(backend: Backend, problem: Problem) -> str:
-    return f"{OP} {str(problem.dtype).removeprefix('torch.')}"
-
-
-def _samples(backend: Backend, route: Route, device: torch.device) -> list[Problem]:
-    call = Call(128**-0.5, l2norm=True, gate="bounded", lower_bound=-5.0, beta_sigmoid=True, safe_gate=True)
-    parameters = (torch.float32, torch.float32)
-    return [
-        Problem(device, dtype, 16, 16, 128, 128, True, call, dtype, dtype, parameters)
-        for dtype in sorted(backend.dtypes, key=str)
-    ]
-
-
-_TABLE: backends.Table[Problem, Backend] = backends.Table(
-    OP, lambda: BACKENDS, widths=lambda problem: (), case=_case, samples=_samples
-)
+_CALL = Call(128**-0.5, l2norm=True, gate="bounded", lower_bound=-5.0, beta_sigmoid=True, safe_gate=True)
+_TABLE = table.table_of(OP, lambda: BACKENDS, _CALL)
 
 
 def choose(problem: Problem, tokens: int, sequences: int, *, any_size: bool = False) -> Backend | Reason:
-    """The backend that serves `problem` for this many tokens and sequences, or why there is none: backends.choose."""
-    found = backends.choose(_TABLE, problem, tokens, (), any_size)
-    if isinstance(found, Backend) and found is not REFERENCE:
-        return cudnn_hopper.why_not_size(problem, sequences) or found
-    return found
+    """The backend that serves `problem` for this many tokens and sequences, or why there is none."""
+    return table.choose(_TABLE, problem, tokens, sequences, any_size)
+
+
+def sample(device: torch.device, dtype: torch.dtype) -> Problem:
+    """A problem that fits every backend there is, in training."""
+    return table.sample(_CALL, device, dtype)
 
 
 def survey(device: torch.device) -> tuple[Standing, ...]:
