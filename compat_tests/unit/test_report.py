@@ -341,6 +341,7 @@ class TestExplain:
             "fix",
             "patched",
             "backend",
+            "note",
         }
         assert found["modules"][0]["name"] == "model.layers.0.mlp"
 
