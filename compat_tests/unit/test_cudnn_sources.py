@@ -76,6 +76,7 @@ def test_nothing_of_the_package_is_imported() -> None:
         "import sys; from fusepatch.kernels.linear_attention import cudnn_hopper as a; "
         "from fusepatch.kernels.engram_gate import cudnn_engram as b; "
         "from fusepatch.kernels.gated_mlp import cudnn as c; "
-        "assert a.drift() == b.drift() == c.drift() == (); assert 'cudnn' not in sys.modules"
+        "assert a.drift() == c.drift() == () and all('triton is' in each for each in b.drift()); "  # which may be older
+        "assert 'cudnn' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
