@@ -303,7 +303,7 @@ def _figures(case: Case, entries: Sequence[_Entry], copies: Mapping[str, list[fl
     found = []
 
     def add(mode: str, arm: str, metric: str, unit: str, samples: Sequence[float]) -> None:
-        rounded = [float(f"{number:.6g}") for number in results.quantiles(samples)]
+        rounded = results.summary(samples)
         found.append(Figure(BENCHMARK, str(case), mode, arm, metric, unit, *rounded, len(samples)))
 
     for mode, samples in copies.items():

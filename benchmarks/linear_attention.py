@@ -425,7 +425,7 @@ def _figures(case: Case, entries: Sequence[_Entry]) -> list[Figure]:
             continue
 
         def add(mode: str, metric: str, unit: str, samples: Sequence[float], arm: str = entry.arm.name) -> None:
-            rounded = [float(f"{number:.6g}") for number in results.quantiles(samples)]
+            rounded = results.summary(samples)
             found.append(Figure(BENCHMARK, str(case), mode, arm, metric, unit, *rounded, len(samples)))
 
         for mode, samples in entry.samples.items():

@@ -203,17 +203,13 @@ def _time(case: Case, part: str, calls: Mapping[str, list[Call]], limits: timing
 
     samples = timing.measure({arm: step(copies) for arm, copies in calls.items()}, limits, on_gpu, failed)
     return [
-        Figure(BENCHMARK, str(case), part, arm, "time", "ms", *_rounded(found), len(found))
+        Figure(BENCHMARK, str(case), part, arm, "time", "ms", *results.summary(found), len(found))
         for arm, found in samples.items()
     ]
 
 
 def _call(call: Call) -> None:
     call()
-
-
-def _rounded(samples: list[float]) -> list[float]:
-    return [float(f"{number:.6g}") for number in results.quantiles(samples)]
 
 
 def _render(case: Case, figures: list[Figure]) -> str:

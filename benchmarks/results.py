@@ -95,6 +95,12 @@ def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def summary(samples: Sequence[float]) -> tuple[float, float, float]:
+    """`quantiles`, to the six digits that a row keeps."""
+    low, middle, high = (float(f"{number:.6g}") for number in quantiles(samples))
+    return low, middle, high
+
+
 @functools.lru_cache(maxsize=2)
 def provenance(dry_run: bool = False) -> Provenance:
     """This machine, these versions, now. On a machine without a GPU, `gpu` names the processor."""
