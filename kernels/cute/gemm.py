@@ -90,6 +90,12 @@ def ring(barriers: cute.Pointer, stages: int, transaction_bytes: int, arrivals: 
     )
 
 
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """[columns, rows], without moving anything."""
+    rows, columns = tensor.shape
+    return cute.make_tensor(tensor.iterator, cute.make_layout((columns, rows), stride=(1, tensor.stride[0])))
+
+
 def halves(packed: cute.Tensor, rows: Any, columns: Any) -> tuple[cute.Tensor, cute.Tensor]:
     """Of [rows, 2 * columns]. Tensors of their own: a tile that ends in the first one's last columns stays in it."""
     layout = cute.make_layout((rows, columns), stride=packed.stride)

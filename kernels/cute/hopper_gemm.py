@@ -51,6 +51,18 @@ def pass_turn(which: int, group: Int32) -> None:
     cute.arch.barrier_arrive(barrier_id=which + 1 - group, number_of_threads=2 * GROUP_THREADS)
 
 
+@cute.jit
+def hand_to_tma(group: Int32, is_storing: cutlass.Boolean, buffers: cutlass.Constexpr) -> None:
+    """What this warp group wrote to a buffer is there for TMA, and the buffer that comes next is free.
+
+    Of `buffers` that the group stores from in turn, with one barrier; the storing warp then stores this one.
+    """
+    cute.arch.fence_proxy("async.shared", space="cta")
+    if is_storing:
+        cute.arch.cp_async_bulk_wait_group(buffers - 2, read=True)
+    cute.arch.barrier(barrier_id=STORED + group, number_of_threads=GROUP_THREADS)
+
+
 # ---------------------------------------------------------------------------------------------------- tensor cores
 
 

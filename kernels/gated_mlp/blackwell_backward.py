@@ -103,9 +103,7 @@ class _Kernel:
     ) -> None:
         tile = self.configuration.tile
         hidden, inner = w_down_HI.shape
-        w_down_IH = cute.make_tensor(
-            w_down_HI.iterator, cute.make_layout((inner, hidden), stride=(1, w_down_HI.stride[0]))
-        )
+        w_down_IH = gemm.transposed(w_down_HI)
         dout_layout, w_layout, chunk_layout = self.layouts()
         operands = (
             gemm.load_atom(dout_MH, dout_layout, (tile.rows, WIDTH_K)),

@@ -331,11 +331,8 @@ class _Kernel:
     def store(
         self, atom: Any, source: Any, target: Any, slot: Int32, group: Int32, is_storing: Any, row: Int32, column: Int32
     ) -> None:
-        """From this warp group's buffer to memory, with one barrier, which also frees the buffer that comes next."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if is_storing:
-            cute.arch.cp_async_bulk_wait_group(FORWARD_BUFFERS - 2, read=True)
-        cute.arch.barrier(barrier_id=hopper_gemm.STORED + group, number_of_threads=hopper_gemm.GROUP_THREADS)
+        """From this warp group's buffer to memory."""
+        hopper_gemm.hand_to_tma(group, is_storing, FORWARD_BUFFERS)
         if is_storing:
             cute.copy(atom, source[(None, slot)], target[(None, (row, column))])
             cute.arch.cp_async_bulk_commit_group()

@@ -107,9 +107,12 @@ class _Kernel:
     ) -> None:
         tile, configuration = self.configuration.tile, self.configuration
         a_layout, b_layout, result_layout = self.layouts()
-        a_s = [_as_seen(each, False) for each in (a, a2) if each is not None]
-        b_s = [_as_seen(each, configuration.b_by_k) for each in (b, b2) if each is not None]
-        c_s = [_as_seen(each, not configuration.transposed) for each in (c, c2) if each is not None]
+        a_s, b_s, c_s = ([t for t in pair if t is not None] for pair in ((a, a2), (b, b2), (c, c2)))
+        a_s = [gemm.transposed(t) for t in a_s]
+        if const_expr(not configuration.b_by_k):
+            b_s = [gemm.transposed(t) for t in b_s]
+        if const_expr(configuration.transposed):
+            c_s = [gemm.transposed(t) for t in c_s]
         a_loads = [gemm.load_atom(each, a_layout, (tile.rows, WIDTH_K)) for each in a_s]
         b_loads = [gemm.load_atom(each, b_layout, (tile.columns, WIDTH_K), tile.cluster) for each in b_s]
         stores = [gemm.store_atom(each, result_layout, (64, PRODUCT_CHUNK)) for each in c_s]
@@ -276,10 +279,7 @@ class _Kernel:
                 round_to(fragment, [accumulators[at + value] for value in range(chunk // 2)])
                 slot = group * FORWARD_BUFFERS + part % FORWARD_BUFFERS
                 cute.copy(to_shared, fragment, buffers[(None, None, None, slot)])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                if is_storing:
-                    cute.arch.cp_async_bulk_wait_group(FORWARD_BUFFERS - 2, read=True)
-                cute.arch.barrier(barrier_id=hopper_gemm.STORED + group, number_of_threads=hopper_gemm.GROUP_THREADS)
+                hopper_gemm.hand_to_tma(group, is_storing, FORWARD_BUFFERS)
                 if is_storing:
                     self.store(store_atoms, targets, is_second, slot, row + block, n * chunks + column)
             number += 2 * step
@@ -299,11 +299,3 @@ class _Kernel:
             else:
                 cute.copy(atoms[0], source[(None, slot)], target[(None, (row, column))])
         cute.arch.cp_async_bulk_commit_group()
-
-
-def _as_seen(tensor: cute.Tensor, straight: bool) -> cute.Tensor:
-    """Itself, or transposed without moving anything."""
-    if straight:
-        return tensor
-    first, second = tensor.shape
-    return cute.make_tensor(tensor.iterator, cute.make_layout((second, first), stride=(1, tensor.stride[0])))
