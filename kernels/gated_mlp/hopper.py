@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..cute import compiling
 from . import hopper_products, launching
 from .hopper_configuration import ARCH, Size, clusters_of, configurations, every_product, size_of
 
@@ -50,9 +51,8 @@ def gemm_dact(
 
 def is_compiled(problem: Problem, tokens: int, choice: str = "") -> bool:
     """Whether a call and its gradients would compile nothing."""
-    sizes = tokens, problem.hidden, problem.inner
-    products = hopper_products.is_compiled(problem.dtype, problem.device, *sizes, choice)
-    return products and launching.is_compiled(_family(choice), problem, tokens)
+    fused, products = _needed(problem, tokens, choice)
+    return all(compiling.is_compiled(each, ARCH) for each in (*fused, *products))
 
 
 def differs(problem: Problem, tokens: int, choice: str) -> bool:
@@ -61,7 +61,8 @@ def differs(problem: Problem, tokens: int, choice: str) -> bool:
 
 
 def _needed(problem: Problem, tokens: int, choice: str) -> tuple[Any, ...]:
-    products = hopper_products.needed(problem.dtype, problem.device, tokens, problem.hidden, problem.inner, choice)
+    sizes = tokens, problem.hidden, problem.inner
+    products = hopper_products.needed(problem.dtype, problem.device, *sizes, choice)
     return launching.needed(_family(choice), problem, tokens), products
 
 

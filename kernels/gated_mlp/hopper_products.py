@@ -98,13 +98,6 @@ def needed(
     return products_for(dtype, tokens, hidden, inner, clusters_of(device), choice=choice)
 
 
-def is_compiled(
-    dtype: torch.dtype, device: torch.device, tokens: int, hidden: int, inner: int, choice: str = ""
-) -> bool:
-    """Whether the products of a call would compile nothing."""
-    return all(compiling.is_compiled(each, ARCH) for each in needed(dtype, device, tokens, hidden, inner, choice))
-
-
 def with_choice(choice: str) -> types.SimpleNamespace:
     """The functions that `gradients` and compilers call, by the rule of a choice."""
     functions = (serves, dx, d_weights, d_down)
