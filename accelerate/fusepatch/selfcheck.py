@@ -36,7 +36,7 @@ from .decline import Reason, Route
 log = logging.getLogger("fusepatch")
 
 CHILD_LIMIT_S = 120.0
-"""A check takes about 10 s cold. With the wait below it stays under half of NCCL's 600 s time-out."""
+"""With the wait below it stays under half of NCCL's 600 s time-out."""
 WAIT_LIMIT_S = CHILD_LIMIT_S + 60.0
 BUSY_S = 5.0
 """Plain PyTorch on a few thousand elements takes milliseconds: where it took longer than this, the GPU was busy."""

@@ -23,7 +23,7 @@ from . import artefacts, compiling
 FEWEST = 3
 """Kernels that are missing. Each process imports PyTorch and the DSL first, which takes longer than one kernel does."""
 MOST_PROCESSES = 4
-"""Each takes about 0.5 GB of the host's memory, beside the training job that waits for it."""
+"""Each imports PyTorch, and so takes memory of the host beside the training job that waits for it."""
 LIMIT_S = 45.0
 """Well within that of the self-check which waits for it."""
 

@@ -148,10 +148,10 @@ class Cut:
     """What decides how work is cut up, besides its sizes. The defaults are by what was measured on an H200."""
 
     forward_group: int = 4
-    """Of large tiles. Groups of 2, 4 and 16 took 0.97 of the time of 8 at (8192, 5120, 17408), and 1.00 at two smaller
-    sizes."""
+    """Of large tiles. Ahead of groups of 8 at the largest size that was tried on an H200, and level elsewhere;
+    `fusepatch tune` tries others."""
     backward_groups: tuple[int, int] = (4, 8)
-    """Of large tiles, with a short K and a long one. Groups of 8 over 4, from H 2048 on: 0.99 to 1.00."""
+    """Of large tiles, with a short K and a long one."""
     swapped: bool = False
     """Whether a short K gets the backward kernel of a long one, and the other way round."""
     fullness: float = 0.965
