@@ -469,6 +469,16 @@ ARMS: tuple[Arm, ...] = (
         compiles=True,  # and has its self-check, whose verdict is kept on disk
         shares=lambda case: (case.activation, case.dtype),
     ),
+    Arm(
+        "fusepatch_off",
+        "a control: that arm with FUSEPATCH_GATED_MLP=0, so the library's code; where it is not level with eager, "
+        "no ratio of that run holds",
+        _fusepatch,
+        devices=("cpu", "cuda"),
+        layouts=("separate", "packed"),
+        context=lambda case: _accelerated(case, {"FUSEPATCH_GATED_MLP": "0"}, strict=False),
+        by_default=False,
+    ),
     *(
         _variant(route.value, backend)
         for backend in choose.BACKENDS

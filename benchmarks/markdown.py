@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from . import results
@@ -36,26 +36,34 @@ def tables(benchmark: str, runs: Sequence[str] | None, modes: Sequence[str], fol
 
 
 def _table(rows: Sequence[Row], mode: str, base: str) -> str:
-    """Cases down, arms across. Nothing where the run has no such rows."""
+    """Cases and arms, the more of them downwards. Nothing where the run has no such rows."""
     times = [row for row in rows if (row.figure.mode, row.figure.metric) == (mode, "time")]
     if not times:
         return ""
     once = {row.figure.arm for row in rows if row.figure.metric == "backward_passes" and row.figure.p50 < 2}
-    arms = list(dict.fromkeys(row.figure.arm for row in times))
-    cells = {(row.figure.case, row.figure.arm): row for row in times}
-    lines = [
-        f"{_TITLES.get(mode, mode)}, {times[0].figure.unit}, {_origin(times[0])}:",
-        "",
-        "| case | " + " | ".join(arm + (" \\*" if arm in once else "") for arm in arms) + " |",
-        "| --- " * (len(arms) + 1) + "|",
+    names = {row.figure.arm: row.figure.arm + (" \\*" if row.figure.arm in once else "") for row in times}
+    cases = {row.figure.case: row.figure.case for row in times}
+    found = {(row.figure.case, row.figure.arm): row for row in times}
+    cells = {(case, arm): _cell(found.get((case, arm)), found.get((case, base))) for case in cases for arm in names}
+    if len(names) > len(cases):
+        grid = _grid("arm", names, cases, lambda arm, case: cells[case, arm])
+    else:
+        grid = _grid("case", cases, names, lambda case, arm: cells[case, arm])
+    below = f"Medians; in brackets, time over {base}'s in the same run."
+    if once & set(names):
+        below += " \\* A second backward pass through one forward is wrong or raises."
+    title = f"{_TITLES.get(mode, mode)}, {times[0].figure.unit}, {_origin(times[0])}:"
+    return "\n".join((title, "", *grid, "", below))
+
+
+def _grid(
+    corner: str, down: Mapping[str, str], across: Mapping[str, str], cell: Callable[[str, str], str]
+) -> list[str]:
+    """The lines of a table in markdown; what is down and across, with how each is written."""
+    head = [f"| {corner} | " + " | ".join(across.values()) + " |", "| --- " * (len(across) + 1) + "|"]
+    return head + [
+        f"| {text} | " + " | ".join(cell(one, other) for other in across) + " |" for one, text in down.items()
     ]
-    for case in dict.fromkeys(row.figure.case for row in times):
-        of_case = [_cell(cells.get((case, arm)), cells.get((case, base))) for arm in arms]
-        lines.append(f"| {case} | " + " | ".join(of_case) + " |")
-    lines += ["", f"Medians; in brackets, time over {base}'s in the same run."]
-    if once & set(arms):
-        lines[-1] += " \\* A second backward pass through one forward is wrong or raises."
-    return "\n".join(lines)
 
 
 def _cell(row: Row | None, base: Row | None) -> str:

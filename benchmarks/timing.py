@@ -1,8 +1,10 @@
 """Times the arms of a case against each other: batches in rotating order, so that drift meets all of them alike.
 
-On a GPU a batch is timed with CUDA events, and queued while the GPU is still busy with GEMMs that are the same before
-every batch. So no gap of the host's shows as time of the device's, and every arm meets the chip equally warm and its
-cache equally full of something else. On a CPU it is a clock around each call.
+On a GPU a batch is timed with CUDA events. GEMMs that are the same before every batch are queued first of all, so the
+GPU works while the host enters the arm's context and queues the batch: no gap of the host's shows as time of the
+device's, and no arm finds a chip that has rested. One that rests for some milliseconds then runs faster than it can in
+training, where it never does. Calls that do not count stand before those that do, so that each arm is timed at the
+clock that its own kernels leave. On a CPU it is a clock around each call.
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ LEAST_ROUNDS = 5
 WARM_UP = 2
 """Calls of each step before anything of it is measured."""
 
-_BATCH_MS, _MOST_CALLS = 3.0, 20
-"""How long a batch should be, and its most calls: the driver holds about a thousand launches that have not started."""
-_MOST_FILLER_MS = 60.0
+_BATCH_MS, _MOST_CALLS = 10.0, 20
+"""How long the calls of a batch that count should be, those that do not being as many, and the most of either: the
+driver holds about a thousand launches that have not started."""
+_MOST_FILLER_MS = 100.0
 
 
 def measure(steps: Mapping[str, Step], limits: Limits, on_gpu: bool, failed: Failed) -> Samples:
@@ -130,9 +133,9 @@ def _nothing() -> None:
 
 def _gpu_batch(step: Step, calls: int, number: int, filler_ms: float = 0.0) -> float:
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+    _keep_busy(filler_ms)
     with step.context():
-        _settle_in(step, number)
-        _keep_busy(filler_ms)
+        _lead_in(step, calls, number)
         for call, (start, end) in enumerate(events):
             state = step.before(number * calls + call)
             start.record()
@@ -165,12 +168,12 @@ def _with_margin(host_ms: float) -> float:
 
 
 def _host_ms(step: Step, calls: int) -> float:
-    """What the host takes to queue a batch."""
+    """What the host takes to queue a batch, from its entering the context on."""
     found = []
     for _ in range(3):
+        start = time.perf_counter()
         with step.context():
-            _settle_in(step, 0)
-            start = time.perf_counter()
+            _lead_in(step, calls, 0)
             for call in range(calls):
                 step.timed(step.before(call))
                 step.after()
@@ -179,11 +182,11 @@ def _host_ms(step: Step, calls: int) -> float:
     return min(found)
 
 
-def _settle_in(step: Step, number: int) -> None:
-    """One call that does not count: the first one in a context of ours decides anew, for longer than a kernel runs."""
-    step.timed(step.before(number))
-    step.after()
-    torch.cuda.synchronize()
+def _lead_in(step: Step, calls: int, number: int) -> None:
+    """Calls that do not count. The first one in a context of ours decides anew, for longer than a kernel runs."""
+    for call in range(calls):
+        step.timed(step.before(number * calls + call))
+        step.after()
 
 
 def _keep_busy(milliseconds: float) -> None:
