@@ -243,10 +243,10 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
         print(f"fusepatch: {line}", file=sys.stderr)
 
     if options.report is not None:
-        from . import doctor_report
+        from .doctor import report_file
 
         try:
-            report = doctor_report.write(options.report, tell)
+            report = report_file.write(options.report, tell)
         except OSError as error:
             raise CommandError(f"can't write {options.report}: {error.strerror}") from None
         tell(f"written: {options.report}")

@@ -174,7 +174,7 @@ def test_an_admitted_size_runs_fused_and_within_parity() -> None:
         assert is_within_parity(*errors), (name, errors)
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_compiled_models_keep_the_kernels(mode: str) -> None:
     """A model's training steps at an admitted size, with nothing named; fewer tokens get the library's code."""
     model = tiny_llama(

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 import fusepatch
-from fusepatch import doctor, ledger, selfcheck, settings
+from fusepatch import ledger, selfcheck, settings
 from fusepatch.decline import Reason, Route
+from fusepatch.doctor import kernels
+from fusepatch.doctor.findings import Examination
 from fusepatch.kernels import backends
 from fusepatch.kernels.gated_mlp import choose, library, op
 from fusepatch.kernels.gated_mlp import cudnn as ours
@@ -560,8 +562,8 @@ def test_doctor_says_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU too, and without importing the frontend."""
     monkeypatch.setattr(ours, "_path", lambda: ours.Path("/no/such/file"))
     settings.install(settings.read({}))
-    it = doctor._Examination()
-    doctor._judge_checks(it, doctor._kernels((), None, False, lambda line: None))
+    it = Examination()
+    kernels.judge_checks(it, kernels.all_kernels((), None, False, lambda line: None))
     (finding,) = {found for found in it.findings if "cudnn" in found.what}
     assert finding.level == "warning"
     assert "/no/such/file can't be read" in finding.what

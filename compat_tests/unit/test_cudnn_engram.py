@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusepatch import doctor, ops, selfcheck, settings
+from fusepatch import ops, selfcheck, settings
 from fusepatch.decline import Reason
+from fusepatch.doctor import kernels
+from fusepatch.doctor.findings import Examination
 from fusepatch.kernels import cudnn_sources
 from fusepatch.kernels.engram_gate import check, choose, cudnn_engram, op, reference
 from support import relative_error
@@ -545,6 +547,6 @@ def test_a_library_that_can_not_be_had(error: Exception, why: Reason, monkeypatc
 def test_doctor_says_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_engram, "_folder", lambda: Path("/no/such/folder"))
     settings.install(settings.read({"FUSEPATCH_ENGRAM_GATE": "1"}))
-    it = doctor._Examination()
-    doctor._judge_checks(it, doctor._kernels((), None, False, lambda line: None))
+    it = Examination()
+    kernels.judge_checks(it, kernels.all_kernels((), None, False, lambda line: None))
     assert any("no such cudnn.engram" in finding.what for finding in it.findings)

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusepatch import cli, doctor, doctor_libraries, importhook, selfcheck, settings
+from fusepatch import cli, doctor, importhook, selfcheck, settings
 from fusepatch.decline import Reason
-from fusepatch.doctor import Diagnosis, Imported, Kernel
-from fusepatch.doctor_libraries import Finding, Library
+from fusepatch.doctor import Diagnosis, Finding, Kernel, cuda_libraries, examination, packages
+from fusepatch.doctor.cuda_libraries import Library
+from fusepatch.doctor.packages import Imported
 from fusepatch.kernels import backends
 from fusepatch.kernels.gated_mlp import choose
 from fusepatch.selfcheck import Outcome, Verdict
@@ -42,7 +43,7 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     def imported(modules: list[str]) -> dict[str, Imported]:
         return {module: Imported(torch.__version__ if module == "torch" else "", "", ()) for module in modules}
 
-    monkeypatch.setattr(doctor, "import_in_child", imported)
+    monkeypatch.setattr(examination, "import_in_child", imported)
 
 
 @pytest.fixture
@@ -163,8 +164,8 @@ def test_a_torch_that_does_not_import_is_reported(tmp_path: Path, text: str, say
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "import_in_child", lambda modules: {})
-    monkeypatch.setattr(doctor, "_recorded_version", lambda name: (None, ""))
+    monkeypatch.setattr(examination, "import_in_child", lambda modules: {})
+    monkeypatch.setattr(packages, "_recorded_version", lambda name: (None, ""))
     found = doctor.examine()
     assert 'pip install "torch>=2.11"' in the_finding(found, "torch is not installed", "problem").fix
     assert "no kernel could be asked about" in str(found)
@@ -270,7 +271,7 @@ def test_each_import_is_judged_by_itself(tmp_path: Path, monkeypatch: pytest.Mon
     for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    found = doctor.import_in_child(list(modules), limit_s=10)
+    found = packages.import_in_child(list(modules), limit_s=10)
     assert list(found) == list(modules)
     assert found["doc_good"] == Imported("1.2", "", ())
     assert found["doc_last"] == Imported("", "", ())
@@ -283,7 +284,7 @@ def test_each_import_is_judged_by_itself(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_library_that_does_not_import(no_child: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importhook, "is_installed", lambda name: True)
     monkeypatch.setattr(
-        doctor,
+        examination,
         "import_in_child",
         lambda modules: {m: Imported("", "ImportError: libtriton.so" if m == "triton" else "", ()) for m in modules},
     )
@@ -294,8 +295,8 @@ def test_a_library_that_does_not_import(no_child: None, monkeypatch: pytest.Monk
 def test_metadata_without_a_module(no_child: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_distribution(tmp_path, "nvidia-cudnn-frontend", "1.32.0")
     monkeypatch.syspath_prepend(tmp_path)
-    there = doctor.importhook.is_installed
-    monkeypatch.setattr(doctor.importhook, "is_installed", lambda module: module != "cudnn" and there(module))
+    there = importhook.is_installed
+    monkeypatch.setattr(importhook, "is_installed", lambda module: module != "cudnn" and there(module))
     found = doctor.examine()
     the_finding(found, "nvidia-cudnn-frontend 1.32.0 is half-installed", "problem")
 
@@ -345,12 +346,12 @@ MAPS = """\
 
 
 def test_maps() -> None:
-    assert doctor_libraries.parse_maps(MAPS) == (
+    assert cuda_libraries.parse_maps(MAPS) == (
         "/site/nvidia/cuda_runtime/lib/libcudart.so.12",
         "/my site/torch/lib/libcudnn-0a1b2c3d.so.9",
         "/opt/cuda/libcublasLt.so.12.9.1.4",
     )
-    assert doctor_libraries.parse_maps("") == ()
+    assert cuda_libraries.parse_maps("") == ()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -360,7 +361,7 @@ def test_what_an_import_loads_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     shutil.copy(_ctypes.__file__, tmp_path / LIBRARY_FILE)
     (tmp_path / "doc_loads.py").write_text(f"import ctypes; ctypes.CDLL({str(tmp_path / LIBRARY_FILE)!r})")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    found = doctor.import_in_child(["json", "doc_loads"])
+    found = packages.import_in_child(["json", "doc_loads"])
     assert found["json"].loaded == ()
     assert found["doc_loads"].loaded == (str(tmp_path / LIBRARY_FILE),)
 
@@ -375,7 +376,7 @@ def test_what_pip_installed(tmp_path: Path) -> None:
     gone = make_distribution(tmp_path, "nvidia-cuda-nvrtc", "13.0.88", "nvidia/cu13/lib/libnvrtc.so.13")
     (tmp_path / "nvidia/cu13/lib/libnvrtc.so.13").unlink()
     assert gone.exists()
-    owners, damaged = doctor_libraries.installed_by_pip(importlib.metadata.distributions(path=[str(tmp_path)]))
+    owners, damaged = cuda_libraries.installed_by_pip(importlib.metadata.distributions(path=[str(tmp_path)]))
     root = os.path.realpath(tmp_path)
     (both,) = [labels for path, labels in owners.items() if path == f"{root}/nvidia/cudnn/lib/libcudnn.so.9"]
     assert sorted(both) == ["nvidia-cudnn-cu12 9.10.2.21", "nvidia-cudnn-cu13 9.15.1.9"]
@@ -390,7 +391,7 @@ def test_what_the_library_path_offers(tmp_path: Path) -> None:
     (tmp_path / "libcudnn.so.9").symlink_to("libcudnn.so.9.15.1")
     (tmp_path / "libother.so.1").write_bytes(b"")
     value = f"{tmp_path / 'gone'}::{tmp_path}"
-    assert doctor_libraries.in_library_path(value) == (os.path.realpath(tmp_path / "libcudnn.so.9.15.1"),)
+    assert cuda_libraries.in_library_path(value) == (os.path.realpath(tmp_path / "libcudnn.so.9.15.1"),)
 
 
 def copy(
@@ -487,7 +488,7 @@ MIXTURES: dict[str, tuple[list[Library], str | None, str | None, str]] = {
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_mixtures(mixture: str) -> None:
     libraries, cuda, says, fix = MIXTURES[mixture]
-    found = doctor_libraries.judge(libraries, cuda)
+    found = cuda_libraries.judge(libraries, cuda)
     assert len(found) == (says is not None), found
     for finding in found:
         assert finding.level == "warning"
@@ -528,11 +529,11 @@ def test_libraries_say_their_version_and_only_where_loaded(tmp_path: Path) -> No
     script = textwrap.dedent(f"""
         import ctypes
         from pathlib import Path
-        from fusepatch import doctor_libraries
+        from fusepatch.doctor import cuda_libraries
         paths = [Path({str(tmp_path)!r}, name) for name in {list(STAND_INS)[:4]!r}]
-        print([doctor_libraries.ask_version(str(path)) for path in paths])
+        print([cuda_libraries.ask_version(str(path)) for path in paths])
         for path in paths: ctypes.CDLL(str(path))
-        print([doctor_libraries.ask_version(str(path)) for path in paths], doctor_libraries.driver_supports())
+        print([cuda_libraries.ask_version(str(path)) for path in paths], cuda_libraries.driver_supports())
     """)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
@@ -541,7 +542,7 @@ def test_libraries_say_their_version_and_only_where_loaded(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("number", "version"), [(8902, "8.9.2"), (91501, "9.15.1"), (92600, "9.26.0")])
 def test_cudnn_numbers(number: int, version: str) -> None:
-    assert doctor_libraries.dotted(number) == version
+    assert cuda_libraries.dotted(number) == version
 
 
 # -------------------------------------------------------------------------------------------------- GPUs and kernels
@@ -561,7 +562,7 @@ def test_what_torch_warns_of(no_child: None, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_cpu_build_beside_a_driver(no_child: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor_libraries, "driver_supports", lambda: "13.0")
+    monkeypatch.setattr(cuda_libraries, "driver_supports", lambda: "13.0")
     the_finding(doctor.examine(), "is not built for CUDA", "warning")
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fusepatch import cli, doctor, doctor_report
-from fusepatch.doctor import CheckResult, Diagnosis, Gpu, Kernel, Version
-from fusepatch.doctor_libraries import Finding
-from fusepatch.doctor_report import Done, Step
+from fusepatch import cli, doctor
+from fusepatch.doctor import CheckResult, Diagnosis, Finding, Gpu, Kernel, Version, report_file
+from fusepatch.doctor.report_file import Done, Step
 
 
 def kernel(backend: str, serves: str, route: str = "fused", reason: str | None = None, op: str = "gated_mlp") -> Kernel:
@@ -51,8 +50,8 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[
             ran.append(str(step))
             return Done(step, codes.get(step.backend, 0), 1.0, output)
 
-        monkeypatch.setattr(doctor, "examine", lambda **_: B200)
-        monkeypatch.setattr(doctor_report, "run", run)
+        monkeypatch.setattr(report_file, "examine", lambda **_: B200)
+        monkeypatch.setattr(report_file, "run", run)
         return ran
 
     return put
@@ -60,7 +59,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[
 
 def test_every_backend_that_can_serve_is_run_by_its_name(here: Callable[..., list[str]], tmp_path: Path) -> None:
     ran = here()
-    report = doctor_report.write(tmp_path / "report.md", lambda line: None)
+    report = report_file.write(tmp_path / "report.md", lambda line: None)
     parity = [step for step in ran if "fusepatch parity" in step]
     assert [step.split()[0] for step in parity] == [
         f"FUSEPATCH_GATED_MLP_BACKEND={name}" for name in ("triton", "cudnn", "triton_gemm")
@@ -79,7 +78,7 @@ def test_every_backend_that_can_serve_is_run_by_its_name(here: Callable[..., lis
 def test_the_file(here: Callable[..., list[str]], tmp_path: Path) -> None:
     here({"cudnn": None}, output="fine\n~~~~~~\nnot the end")
     path = tmp_path / "report.md"
-    report = doctor_report.write(path, lambda line: None)
+    report = report_file.write(path, lambda line: None)
     text = path.read_text()
     assert text.startswith("# fusepatch on NVIDIA B200 (10.0), torch 2.11.0, 20")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
@@ -106,7 +105,7 @@ def test_the_file(here: Callable[..., list[str]], tmp_path: Path) -> None:
 )
 def test_outcomes(here: Callable[..., list[str]], tmp_path: Path, code: int, outcome: str, exit_code: int) -> None:
     here({"cudnn": code})
-    report = doctor_report.write(tmp_path / "report.md", lambda line: None)
+    report = report_file.write(tmp_path / "report.md", lambda line: None)
     assert outcome in (tmp_path / "report.md").read_text()
     assert report.exit_code == exit_code
 
@@ -116,16 +115,16 @@ def test_what_was_seen_is_not_lost(
 ) -> None:
     here()
     path = tmp_path / "report.md"
-    run = doctor_report.run
+    run = report_file.run
 
     def dies(step: Step) -> Done:
         if step.backend == "triton_gemm":
             raise KeyboardInterrupt
         return run(step)
 
-    monkeypatch.setattr(doctor_report, "run", dies)
+    monkeypatch.setattr(report_file, "run", dies)
     with pytest.raises(KeyboardInterrupt):
-        doctor_report.write(path, lambda line: None)
+        report_file.write(path, lambda line: None)
     assert (
         "| gated_mlp, fused route | cudnn | NVIDIA B200 (10.0), torch 2.11.0 | parity: passed, 1 s |"
         in path.read_text()
@@ -137,7 +136,7 @@ def test_outside_of_the_repository_the_benchmark_is_left_out(
 ) -> None:
     ran = here()
     monkeypatch.chdir(tmp_path)
-    report = doctor_report.write(tmp_path / "report.md", lambda line: None)
+    report = report_file.write(tmp_path / "report.md", lambda line: None)
     assert not any("benchmarks" in step for step in ran)
     assert "run this in its root folder" in report.left_out[-1]
 
@@ -147,13 +146,13 @@ def test_a_child_has_the_variables_of_its_step_and_no_other_of_ours(monkeypatch:
     monkeypatch.setenv("FUSEPATCH_CACHE_DIR", "/cache")
     code = "import os; print(sorted(f'{k}={v}' for k, v in os.environ.items() if k.startswith('FUSEPATCH')))"
     step = Step("parity", "x", ("-c", code), {"FUSEPATCH_GATED_MLP": "1"}, 60.0)
-    done = doctor_report.run(step)
+    done = report_file.run(step)
     assert (done.code, done.output) == (0, "['FUSEPATCH_CACHE_DIR=/cache', 'FUSEPATCH_GATED_MLP=1']\n")
 
 
 def test_a_child_that_hangs_is_ended() -> None:
     code = "import time; print('so far', flush=True); time.sleep(60)"
-    done = doctor_report.run(Step("benchmark", "x", ("-c", code), {}, 1.0))
+    done = report_file.run(Step("benchmark", "x", ("-c", code), {}, 1.0))
     assert (done.code, done.outcome, done.output) == (None, "no end within 1 s", "so far\n")
 
 

@@ -24,8 +24,10 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fusepatch
-from fusepatch import catalogue, doctor, settings
+from fusepatch import catalogue, doctor, importhook, settings
 from fusepatch.decline import DeclinedError, Reason
+from fusepatch.doctor import packages
+from fusepatch.doctor.findings import Examination
 from fusepatch.kernels.linear_attention import arguments, cudnn_hopper
 from fusepatch.kernels.linear_attention import reference as definition
 from fusepatch.kernels.linear_attention.kda import choose
@@ -695,10 +697,10 @@ DOCTORED: dict[str, tuple[dict[str, str | None], str, bool, bool]] = {
 def test_doctor_says_where_the_library_itself_cannot_train(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, capability, has_tilelang, warns = DOCTORED[case]
     versions = {"triton": "3.6.0", "flash-linear-attention": "0.6.0", **changes}
-    monkeypatch.setattr(doctor, "_recorded_version", lambda name: (versions[name], ""))
-    monkeypatch.setattr(doctor.importhook, "is_installed", lambda name: has_tilelang)
-    it = doctor._Examination()
-    doctor._judge_fla(it, [doctor.Gpu("cuda:0", "a GPU", capability, None, True)])
+    monkeypatch.setattr(packages, "_recorded_version", lambda name: (versions[name], ""))
+    monkeypatch.setattr(importhook, "is_installed", lambda name: has_tilelang)
+    it = Examination()
+    packages.judge_fla(it, [doctor.Gpu("cuda:0", "a GPU", capability, None, True)])
     assert [finding.level for finding in it.findings] == ([doctor.WARNING] if warns else [])
 
 

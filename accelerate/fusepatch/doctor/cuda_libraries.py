@@ -1,8 +1,8 @@
 """The CUDA and cuDNN libraries: which are loaded, which others are installed, and what is wrong with the mixture.
 
-A leaf: imports nothing of ours, and torch not either. torch loads copies of its own; a wheel of another package, or a
-folder in LD_LIBRARY_PATH, may hold others, and a library that is loaded later may take those. Two copies in one
-process do not share their state, and two versions need not agree.
+Imports nothing of ours but the record of a finding, and torch not either. torch loads copies of its own; a wheel of
+another package, or a folder in LD_LIBRARY_PATH, may hold others, and a library that is loaded later may take those. Two
+copies in one process do not share their state, and two versions need not agree.
 """
 
 from __future__ import annotations
@@ -15,20 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .findings import Finding
+
 _FILE = re.compile(r"(libcudart|libcublasLt|libcublas|libcudnn|libnvrtc)(?:-[0-9a-f]+)?\.so(?:\.(\d+(?:\.\d+)*))?")
 """The name of the file, with the hash that repaired wheels put into it."""
 _OWNERS = re.compile(r"(nvidia|torch|pytorch|cuda)\b", re.IGNORECASE)
 """Names of the distributions that bring such files."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong, and what to do about it."""
-
-    level: str
-    """`problem`: fusepatch refuses, or a kernel is off. `warning`: it may go wrong."""
-    what: str
-    fix: str
 
 
 @dataclass(frozen=True)

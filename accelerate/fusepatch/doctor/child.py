@@ -1,7 +1,7 @@
-"""The child process of `doctor`: `python -m fusepatch.doctor_child NAME ...` imports each library in turn.
+"""The child process of `doctor`: `python -m fusepatch.doctor.child NAME ...` imports each library in turn.
 
 A child, because a half-installed library may crash the interpreter, and because some initialise CUDA when they are
-imported. It prints one marked line before each import and one after it; doctor.import_in_child() reads them.
+imported. It prints one marked line before each import and one after it; packages.import_in_child() reads them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import json
 import sys
 
-from .doctor_libraries import loaded_now
+from .cuda_libraries import loaded_now
 
 MARK = "fusepatch-doctor "
 

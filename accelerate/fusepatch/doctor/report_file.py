@@ -18,7 +18,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from . import doctor, settings
+from .. import settings
+from .diagnosis import Diagnosis, Kernel
+from .examination import examine
 
 OP = "gated_mlp"
 PARITY_LIMIT_S, BENCHMARK_LIMIT_S = 600.0, 1800.0
@@ -68,7 +70,7 @@ class Report:
     """What there is to say of this machine."""
 
     day: str
-    diagnosis: doctor.Diagnosis
+    diagnosis: Diagnosis
     done: tuple[Done, ...]
     left_out: tuple[str, ...]
     """What could not be run here, and why."""
@@ -94,7 +96,7 @@ def write(path: Path, tell: Callable[[str], None]) -> Report:
     Raises OSError where the file can't be written, before anything is run.
     """
     path.write_text("not finished: the self-checks are running\n")
-    diagnosis = doctor.examine(selfcheck=True, tell=tell)
+    diagnosis = examine(selfcheck=True, tell=tell)
     steps, left_out = plan(diagnosis)
     report = Report(date.today().isoformat(), diagnosis, (), left_out)
     path.write_text(str(report))
@@ -108,7 +110,7 @@ def write(path: Path, tell: Callable[[str], None]) -> Report:
 # ----------------------------------------------------------------------------------------------------- what is run
 
 
-def plan(diagnosis: doctor.Diagnosis) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+def plan(diagnosis: Diagnosis) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """What to run for what `doctor` found, and what can't be run. Without a GPU it is a rehearsal on small sizes."""
     on_gpu = bool(diagnosis.gpus)
     kernels = [each for each in diagnosis.kernels if each.op == OP and (each.backend == "reference") is not on_gpu]
@@ -127,7 +129,7 @@ def plan(diagnosis: doctor.Diagnosis) -> tuple[tuple[Step, ...], tuple[str, ...]
     return tuple(steps), tuple(left_out)
 
 
-def _parity(kernel: doctor.Kernel, on_gpu: bool) -> Step:
+def _parity(kernel: Kernel, on_gpu: bool) -> Step:
     name = f"{settings.PREFIX}_{OP.upper()}"
     sizes = ("--tokens", "2048", "--layers", "4") if on_gpu else ("--tokens", "32", "--layers", "1")
     # The warm-up is for backends that serve only what was warmed up.
@@ -198,7 +200,7 @@ def _row(report: Report, what: str, seen: str, command: str) -> str:
     return f"| {op} | {backend} | {_where(report.diagnosis)} | {seen} | `{command}` | {report.day} |"
 
 
-def _where(found: doctor.Diagnosis) -> str:
+def _where(found: Diagnosis) -> str:
     versions = {each.name: each.version for each in found.versions}
     gpus = dict.fromkeys(f"{gpu.name} ({gpu.capability})" for gpu in found.gpus)
     return f"{', '.join(gpus) or 'a CPU'}, torch {versions.get('torch')}"

@@ -1,0 +1,47 @@
+"""What is wrong, and what to do about it. A leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+PROBLEM, WARNING = "problem", "warning"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, and what to do about it."""
+
+    level: str
+    """`problem`: fusepatch refuses, or a kernel is off. `warning`: it may go wrong."""
+    what: str
+    fix: str
+
+
+class Examination:
+    """Collects findings. What a section can't find out is a finding too, and the others go on."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
+    def add(self, level: str, what: str, fix: str) -> None:
+        """One more thing that is wrong."""
+        self.findings.append(Finding(level, what, fix))
+
+    def attempt(self, what: str, look: Callable[[], T], otherwise: T) -> T:
+        """What `look` returns; where it raises, that is a finding, and `otherwise` is returned."""
+        try:
+            return look()
+        except Exception as error:
+            self.add(
+                WARNING, f"can't find out {what}: {first_line(error)}", "please report it, with all of this output"
+            )
+            return otherwise
+
+
+def first_line(error: BaseException) -> str:
+    """The class of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
