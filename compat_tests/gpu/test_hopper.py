@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fusepatch
 from fusepatch import ops
-from fusepatch.kernels.gated_mlp import check, choose, hopper, hopper_configuration, hopper_products
+from fusepatch.kernels.gated_mlp import check, choose, hopper, hopper_configuration, hopper_products, launching
 from fusepatch.parity_check.bound import STRAY, kind_of
 from gpu.fused_cases import DEVICE, NAMES, FusedCases, Steps, assert_nothing_outside, data, run, why_not
 from gpu.graphs import assert_a_step_is_captured_and_replayed_after_warmup
@@ -53,11 +53,11 @@ def test_nothing_is_written_outside_of_the_results(tokens: int) -> None:
     clusters = hopper._clusters(DEVICE, size)
 
     def forward(given: dict[str, Tensor], h: Tensor, gate_up: Tensor) -> None:
-        launch = hopper._forward(torch.bfloat16, "silu", True, size)
+        launch = launching.forward(hopper._family(""), hopper.ARCH, torch.bfloat16, "silu", True, size)
         launch(given["x"], given["gate_weight"], given["up_weight"], None, None, h, gate_up, clusters)
 
     def backward(given: dict[str, Tensor], gate_up: Tensor, d_gate_up: Tensor, h: Tensor) -> None:
-        launch = hopper._backward(torch.bfloat16, "silu", True, size)
+        launch = launching.backward(hopper._family(""), hopper.ARCH, torch.bfloat16, "silu", True, size)
         launch(given["dout"], given["down_weight"], gate_up, d_gate_up, h, clusters)
 
     assert_nothing_outside(forward, backward, tokens)

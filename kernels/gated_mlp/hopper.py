@@ -95,7 +95,3 @@ def _family(choice: str) -> launching.Family:
         arch=lambda device: ARCH,
         takes_biases=True,
     )
-
-
-_forward = functools.partial(launching.forward, _family(""), ARCH)
-_backward = functools.partial(launching.backward, _family(""), ARCH)
