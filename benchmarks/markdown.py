@@ -49,7 +49,7 @@ def _table(rows: Sequence[Row], mode: str, base: str) -> str:
         grid = _grid("arm", names, cases, lambda arm, case: cells[case, arm])
     else:
         grid = _grid("case", cases, names, lambda case, arm: cells[case, arm])
-    below = f"Medians; in brackets, time over {base}'s in the same run."
+    below = f"Medians; in brackets, time over {base}'s in the same run." if base in names else "Medians."
     if once & set(names):
         below += " \\* A second backward pass through one forward is wrong or raises."
     title = f"{_TITLES.get(mode, mode)}, {times[0].figure.unit}, {_origin(times[0])}:"
