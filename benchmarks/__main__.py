@@ -62,7 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     _where(kernels)
     kernels.set_defaults(run=_gated_mlp_kernels)
 
-    linear = commands.add_parser("linear_attention", help="KDA: FLA's own kernels against ours")
+    linear = commands.add_parser("linear_attention", help="KDA, the gated delta rule: FLA's kernels, others, ours")
+    linear.add_argument("--ops", default="kda", help="comma list of kda, gated_delta_rule (default: kda)")
+    linear.add_argument("--arms", help="comma list of fla, fla_tilelang, flash_qla, fusepatch (default: all of the op)")
+    linear.add_argument(
+        "--prepare-only",
+        action="store_true",
+        help="compile what would be timed into the caches on disk, and time nothing; others may use the GPU meanwhile",
+    )
     linear.add_argument(
         "--shapes", nargs="+", metavar="B,T,H", help="batch, tokens, heads of 128 (default: 1,8192,32 and 4,2048,16)"
     )
@@ -212,20 +219,26 @@ def _gated_mlp_kernels(arguments: argparse.Namespace) -> None:
 
 
 def _linear_attention(arguments: argparse.Namespace) -> None:
-    from . import linear_attention, timing
+    from . import linear_arms, linear_attention, linear_cases, timing
 
     on_cpu = _is_on_cpu(arguments)
     save_to = arguments.results if arguments.save else None
     if arguments.model:
-        linear_attention.run_model(linear_attention.Model(), save_to)
+        from . import linear_model
+
+        linear_model.run_model(linear_model.Model(), save_to)
         return
-    shapes = linear_attention.TINY if on_cpu else linear_attention.SHAPES
+    shapes = linear_cases.TINY if on_cpu else linear_cases.SHAPES
     if arguments.shapes:
-        shapes = tuple(linear_attention.parse_shape(word) for word in arguments.shapes)
+        shapes = tuple(linear_cases.parse_shape(word) for word in arguments.shapes)
+    names = [arm.name for arm in linear_arms.ARMS]
     linear_attention.run(
         linear_attention.Options(
             shapes=shapes,
-            scopes=_known(arguments.scopes, "scope", linear_attention.SCOPES),
+            ops=_known(arguments.ops, "op", tuple(linear_cases.OPS)),
+            arms=None if arguments.arms is None else _known(arguments.arms, "arm", names),
+            only_prepare=arguments.prepare_only,
+            scopes=_known(arguments.scopes, "scope", linear_cases.SCOPES),
             modes=linear_attention.MODES
             if arguments.modes is None
             else _known(arguments.modes, "mode", linear_attention.MODES),

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from fusepatch import ops, settings
 from fusepatch.kernels.engram_gate import sizes
-from fusepatch.kernels.engram_gate.op import split_keys
+from fusepatch.kernels.engram_gate.op import unpacked
 
 EPS = 1e-20
 SCOPES = ("gate", "consumer")
@@ -191,9 +191,11 @@ class Built:
     finish: Callable[[Any], Results]
     """The backward pass; returns output and gradients."""
     owned: tuple[Tensor, ...] = ()
-    """Outputs that live as long as the arm, to be poisoned before a check."""
+    """All that it writes to and that lives as long as the arm, to be poisoned before a check."""
     splits: bool = True
     """Whether a backward pass can be timed alone."""
+    captured: Built | None = None
+    """What a CUDA graph was made of: the graph replays addresses, and keeps nothing alive that lies there."""
 
     def train(self) -> Results:
         """Both passes."""
@@ -338,18 +340,15 @@ def _plan(data: Data, changes: Mapping[str, int] | None = None) -> Built:
             "query_norm": grad_weight * leaves["key_norm"], "key_norm": grad_weight * leaves["query_norm"],
         }  # fmt: skip
 
-    owned = (out, saved, grad_x, grad_kv, grad_weight)
-    return Built(forward, forward, finish, owned=owned)
+    owned = (out, saved, grad_x, grad_kv, grad_weight, workspace.view(torch.float32))
+    return Built(forward, forward, finish, owned=owned if is_gate else (*owned, kv, weight))
 
 
 def _in_shape(case: Case, changes: Mapping[str, int]) -> tuple[Callable[..., None], Callable[..., None]]:
     """Forward and backward of a plan, straight from the kernels in a shape that is not the usual one."""
     kernels = importlib.import_module("fusepatch.kernels.engram_gate.triton_kernels")
     shape = sizes.shape_of(case.streams, case.width)._replace(**changes)
-    keys = case.streams * case.width
-
-    def split(t: Tensor) -> tuple[Tensor, Tensor]:
-        return split_keys(t[:, :keys], case.streams), t[:, keys:]
+    split = partial(unpacked, streams=case.streams)
 
     def forward(x: Tensor, kv: Tensor, weight: Tensor, mask: Tensor, *, out: Tensor, saved: Tensor) -> None:
         kernels.engram_forward(
@@ -361,7 +360,11 @@ def _in_shape(case: Case, changes: Mapping[str, int]) -> tuple[Callable[..., Non
         grad_x: Tensor, grad_kv: Tensor, grad_weight: Tensor, workspace: Tensor,
     ) -> None:  # fmt: skip
         programs = kernels.programs_of(case.tokens, case.width, x.device, shape)
-        used = workspace[: programs * keys * 4].view(torch.float32).view(programs, case.streams, case.width)
+        used = (
+            workspace[: programs * case.streams * case.width * 4]
+            .view(torch.float32)
+            .view(programs, case.streams, case.width)
+        )
         grad_key, grad_value = split(grad_kv)
         kernels.engram_backward(
             grad_out, x, *split(kv), weight, saved, True, True, grad_x_MSD=grad_x, grad_key_MSD=grad_key,
@@ -394,7 +397,8 @@ def _graphed(build: Callable[[Data], Built], data: Data) -> Built:
     def begin() -> None:
         train_graph.replay()
 
-    return Built(forward, begin, lambda _: results, owned=(out, *results.values()), splits=False)
+    owned = (*built.owned, out, *results.values())
+    return Built(forward, begin, lambda _: results, owned=owned, splits=False, captured=built)
 
 
 _HOST = ("cpu", "cuda")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.results import Figure, append, quantiles
+from benchmarks.results import RESULTS, Figure, append, summary
 from fusepatch import table
 
 ARMS = ("eager", "fusepatch_cold", "fusepatch_warm")
@@ -76,9 +76,11 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="(default: %(default)s; on a CPU: reference)")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each arm (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="append the rows to benchmarks/results/")
-    parser.add_argument("--results", type=Path, help="the folder to append to with --save")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder to append to with --save")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
+    if options.save and not on_gpu and options.results.resolve() == RESULTS.resolve():
+        parser.error("without a GPU this is a rehearsal: give --results another folder")
     device, backend = ("cuda", options.backend) if on_gpu else ("cpu", "reference")
     sizes = (TOKENS, HIDDEN, INNER) if on_gpu else (64, 256, 512)
     samples: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -91,11 +93,11 @@ def main() -> None:
                 samples[arm].append(seconds)
     case = f"M{sizes[0]}_H{sizes[1]}_I{sizes[2]}_{backend}"
     figures = [
-        Figure("first_step", case, "train", arm, "time", "s", *quantiles(found), len(found))
+        Figure("first_step", case, "train", arm, "time", "s", *summary(found), len(found))
         for arm, found in samples.items()
     ]
     if options.save:
-        for path in append(figures, **({} if options.results is None else {"folder": options.results})):
+        for path in append(figures, options.results, dry_run=not on_gpu):
             print(f"appended to {path}")
     rows = [
         (f.arm, f"{f.p50:.2f}", f"{f.p50 - figures[0].p50:+.2f}", f"{f.p20:.2f} to {f.p80:.2f}", said[f.arm])

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
 import fusepatch
-from benchmarks.results import Figure, append, quantiles
+from benchmarks.results import Figure, append, summary
 from fusepatch import catalogue, table
 from fusepatch.shims import gated_mlp, hf_gated_mlp
 
@@ -80,13 +80,13 @@ def main() -> None:
             with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
                 samples = _samples(_decide(module, x))
             name = case if dtype is None else f"{case}_autocast"
-            figures.append(Figure("gated_mlp", name, "host", "fusepatch", "decide", "us", *quantiles(samples), BATCHES))
+            figures.append(Figure("gated_mlp", name, "host", "fusepatch", "decide", "us", *summary(samples), BATCHES))
         with fusepatch.disabled():
             off = _samples(lambda module=module, x=x: module.forward(x))
         forward = type(module).forward.__wrapped__
         plain = _samples(lambda module=module, x=x, forward=forward: forward(module, x))
         for arm, samples in (("eager", plain), ("fusepatch_disabled", off)):
-            figures.append(Figure("gated_mlp", case, "host", arm, "forward", "us", *quantiles(samples), BATCHES))
+            figures.append(Figure("gated_mlp", case, "host", arm, "forward", "us", *summary(samples), BATCHES))
     if save:
         for path in append(figures):
             print(f"appended to {path}")

@@ -21,7 +21,7 @@ os.environ.setdefault("FUSEPATCH_LOG", "warning")
 import torch
 from torch import Tensor
 
-from benchmarks.results import Figure, append, quantiles
+from benchmarks.results import Figure, append, summary
 from fusepatch import entry, table
 from fusepatch.demo import control, training, weights
 from fusepatch.demo.text import TRAINING_TEXT
@@ -112,9 +112,7 @@ def main() -> None:
                 values = [float(getattr(sample, metric)) for sample in found]
                 unit = "tensors" if metric == "over" else "ratio"
                 case = f"SmolLM2-135M_L{count}_M{TOKENS}"
-                figures.append(
-                    Figure("parity_noise", case, "train", arm, metric, unit, *quantiles(values), len(values))
-                )
+                figures.append(Figure("parity_noise", case, "train", arm, metric, unit, *summary(values), len(values)))
             rows.append(
                 (
                     count,

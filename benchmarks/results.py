@@ -39,6 +39,8 @@ _PACKAGES = (
     "flash-swiglu-mlp",
     "nvidia-cutlass-dsl",
     "nvidia-cudnn-frontend",
+    "tilelang",
+    "flash-qla",
 )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 WARM_UP_MS, MEASURE_MS = 10, 40
@@ -40,6 +42,30 @@ def measure_briefly() -> None:
         return do_bench(kernel_call, warmup=WARM_UP_MS, rep=MEASURE_MS, quantiles=quantiles)
 
     tuner.do_bench = measure
+
+
+def compile_side_by_side(workers: int) -> None:
+    """Compiles an autotuner's candidates on so many threads before it runs them one after the other.
+
+    What fails to compile fails again where the autotuner runs it, which knows what to make of that.
+    """
+    tuner = _autotuner()
+    try:
+        mode = importlib.import_module("triton.runtime._async_compile").AsyncCompileMode
+    except ImportError:  # Triton before 3.5
+        return
+    prune, pool = tuner.prune_configs, ThreadPoolExecutor(workers)
+
+    def prune_and_compile(self: Any, kwargs: dict[str, Any]) -> Any:
+        candidates = prune(self, kwargs)
+        options = {name: value for name, value in kwargs.items() if name != "warmup"}
+        with mode(pool, ignore_errors=True):
+            for candidate in candidates:
+                with contextlib.suppress(Exception):
+                    self.fn.warmup(*self.nargs.values(), **options, **candidate.all_kwargs())
+        return candidates
+
+    tuner.prune_configs = prune_and_compile
 
 
 def _autotuner() -> Any:

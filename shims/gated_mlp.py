@@ -99,8 +99,27 @@ def decide(layout: Layout, module: nn.Module, x: Any) -> Verdict:
         return _declined(Reason.SHAPE)
     if x.numel() == 0:
         return _declined(Reason.ZERO_TOKENS)
-    tokens = x.numel() // x.shape[-1]
-    if x.is_cuda and is_too_few(tokens, x.device):
+    return _decide(layout, module, x.device, x.dtype, x.numel() // x.shape[-1], x)
+
+
+def decide_module(layout: Layout, module: nn.Module, assumed: Assumed) -> Decision:
+    """The route of a plain eager call of `module`, if things were as assumed."""
+    if assumed.tokens == 0:
+        return original(Reason.ZERO_TOKENS)
+    some = next(module.parameters(), None)
+    if some is None:
+        return original(Reason.STRUCTURE)
+    verdict = _decide(layout, module, assumed.device or some.device, assumed.dtype or some.dtype, assumed.tokens, None)
+    if verdict.decision is FUSED and verdict.backend is not None:
+        return decision(Route.FUSED, note=verdict.backend.note)
+    return verdict.decision
+
+
+def _decide(
+    layout: Layout, module: nn.Module, device: torch.device, dtype: torch.dtype, tokens: int, x: Tensor | None
+) -> Verdict:
+    """The route of a plain call with so many tokens; on `x`, or on any that fits."""
+    if device.type == "cuda" and is_too_few(tokens, device):
         return _TOO_FEW
     activation = read_activation(layout, module)
     if isinstance(activation, Reason):
@@ -108,41 +127,17 @@ def decide(layout: Layout, module: nn.Module, x: Any) -> Verdict:
         return _declined(Reason.ZERO3 if activation is Reason.HOOKS and guard.is_partitioned(module) else activation)
     weights = read_weights(layout, module)
     if isinstance(weights, Reason):
-        return _try_pointwise(layout, module, x.dtype, x.device, tokens, activation, weights)
+        return _try_pointwise(layout, module, dtype, device, tokens, activation, weights)
+    inputs = () if x is None else (x,)
+    why_not = None if x is None else guard.why_autocast(x, weights.gate)
     # The look at every weight, 2 us, comes last: where no kernel would serve, it is not needed.
-    backend = guard.why_autocast(x, weights.gate) or choose_fused(weights, activation, x.device, x.dtype, tokens, x)
+    backend = why_not or choose_fused(weights, activation, device, dtype, tokens, *inputs)
     if isinstance(backend, Reason):
-        return _try_pointwise(layout, module, x.dtype, x.device, tokens, activation, backend)
-    why_not = why_not_weights(weights) or why_not_input(x, weights)
+        return _try_pointwise(layout, module, dtype, device, tokens, activation, backend)
+    why_not = why_not_weights(weights) or (None if x is None else why_not_input(x, weights))
     if why_not is not None:
-        return _try_pointwise(layout, module, x.dtype, x.device, tokens, activation, why_not)
+        return _try_pointwise(layout, module, dtype, device, tokens, activation, why_not)
     return Verdict(FUSED, activation, backend, weights)
-
-
-def decide_module(layout: Layout, module: nn.Module, assumed: Assumed) -> Decision:
-    """The route of a plain eager call of `module`, if things were as assumed."""
-    tokens = assumed.tokens
-    if tokens == 0:
-        return original(Reason.ZERO_TOKENS)
-    some = next(module.parameters(), None)
-    if some is None:
-        return original(Reason.STRUCTURE)
-    device, dtype = assumed.device or some.device, assumed.dtype or some.dtype
-    if device.type == "cuda" and is_too_few(tokens, device):
-        return original(Reason.SIZE_NOT_ADMITTED)
-    activation = read_activation(layout, module)
-    if isinstance(activation, Reason):
-        return original(activation)
-    weights = read_weights(layout, module)
-    if isinstance(weights, Reason):
-        return _try_pointwise(layout, module, dtype, device, tokens, activation, weights).decision
-    backend = choose_fused(weights, activation, device, dtype, tokens)
-    if isinstance(backend, Reason):
-        return _try_pointwise(layout, module, dtype, device, tokens, activation, backend).decision
-    why_not = why_not_weights(weights)
-    if why_not is not None:
-        return _try_pointwise(layout, module, dtype, device, tokens, activation, why_not).decision
-    return decision(Route.FUSED, note=backend.note)
 
 
 def size_of(module: nn.Module) -> tuple[object, ...]:

@@ -52,6 +52,12 @@ def _is_transformed() -> bool:
 
 
 @constant
+def _has_global_hooks() -> bool:
+    """As guard.why_not_plain_call asks. Those that come later the compiler sees in no code, the library's neither."""
+    return guard.has_global_hooks()
+
+
+@constant
 def _forward_of_activation(kind: type) -> str | None:
     """What the class of an activation computes, where it is one of those we know."""
     return activations.formula_of(kind)
@@ -79,9 +85,9 @@ def tracing_noted(record: Record) -> Callable[[], None]:
 
 def run(layout: Layout, module: Any, x: Any, switch: Switch) -> Tensor | None:
     """The output of the fused route; None where it does not serve, and the library's own code is to be traced."""
-    if switch.off is not None or switch.only is not None or not isinstance(x, Tensor) or x.dim() == 0:
+    if switch.off is not None or switch.only is not None or type(x) is not Tensor or x.dim() == 0:
         return None
-    if _is_transformed():
+    if _is_transformed() or _has_global_hooks():
         return None
     if layout.why_not is not None and layout.why_not(module) is not None:
         return None
@@ -135,7 +141,8 @@ def _activation(layout: Layout, module: Any) -> str | None:
         return None
     formula: str | None = _forward_of_activation(type(act))
     if formula == "torch-gelu":
-        return "gelu" if act.approximate == "none" else "gelu_tanh"
+        known = {"none": "gelu", "tanh": "gelu_tanh"}
+        return known.get(act.approximate) if isinstance(act.approximate, str) else None
     if formula == "hf-gelu":
         return "gelu" if act.act is F.gelu else None
     if formula == "hf-gelu-tanh":
@@ -148,7 +155,12 @@ def _activation(layout: Layout, module: Any) -> str | None:
 
 def _is_plain(linear: Any) -> bool:
     """As guard.is_plain_linear, for the compiler to follow."""
-    return type(linear) is nn.Linear and _is_unhooked(linear) and type(linear.weight) is nn.Parameter
+    return (
+        type(linear) is nn.Linear
+        and nn.Linear.forward is guard.LINEAR_FORWARD
+        and _is_unhooked(linear)
+        and type(linear.weight) is nn.Parameter
+    )
 
 
 def _is_unhooked(module: Any) -> bool:

@@ -6,6 +6,7 @@ what to do about it; the table in docs/declines.md is made from here, and each m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -75,7 +76,7 @@ class Reason(Enum):
     DISPATCH_MODE = (
         "dispatch-mode",
         "a mode is active that records a graph, or makes tensors without data",
-        "nothing to do: selective checkpointing, FLOP counters and other modes are served",
+        "nothing to do: selective checkpointing and most other modes are served",
     )
     AUTOCAST = (
         "autocast",
@@ -333,6 +334,11 @@ FUSED = decision(Route.FUSED)
 def original(reason: Reason) -> Decision:
     """The library's own function, because of `reason`."""
     return decision(Route.ORIGINAL, reason)
+
+
+def native_of(counts: Mapping[str, int]) -> int:
+    """Of counts by the name of a route, or of a reason: how many are of routes of ours."""
+    return sum(counts.get(route.value, 0) for route in Route if route is not Route.ORIGINAL)
 
 
 class DeclinedError(RuntimeError):

@@ -90,7 +90,10 @@ def write_whole(path: Path, data: bytes) -> bool:
 
 @contextlib.contextmanager
 def one_process(path: Path, wait_s: float) -> Iterator[bool]:
-    """Holds the lock file `path`; yields whether it was had in time, which is at once where no file can be made."""
+    """Holds the lock file `path`; yields whether it was had in time.
+
+    Where no file can be made or locked that is at once, and each process is on its own.
+    """
     try:
         import fcntl
 
@@ -105,12 +108,16 @@ def one_process(path: Path, wait_s: float) -> Iterator[bool]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
+            except BlockingIOError:
                 if time.monotonic() > deadline:
                     yield False
                     return
                 time.sleep(0.2)
+            except OSError:  # a file system without locks
+                break
         try:
             yield True
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a child that was forked meanwhile has it open too
+            with contextlib.suppress(OSError):
+                # Closing is not enough: a child that was forked meanwhile has it open too.
+                fcntl.flock(file, fcntl.LOCK_UN)

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from . import fingerprint
 from .decline import Reason
 
-_LINEAR_FORWARD = fingerprint.genuine(
+LINEAR_FORWARD = fingerprint.genuine(
     nn.Linear.forward, "def forward(self, input):\n    return F.linear(input, self.weight, self.bias)", {"F": F}
 )
 """`nn.Linear.forward` as torch ships it; None where something had replaced it before we came, and nothing is plain."""
@@ -51,9 +51,14 @@ def why_not_plain_call(x: Any) -> Reason | None:
         return Reason.FORWARD_AD
     if _tracing_state() is not None:
         return Reason.EXPORTING
-    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+    if has_global_hooks():
         return Reason.GLOBAL_HOOKS
     return None
+
+
+def has_global_hooks() -> bool:
+    """Whether calling any module would run a hook that is registered for all."""
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def is_transformed() -> bool:
@@ -110,7 +115,7 @@ def is_plain_linear(module: Any) -> bool:
     ):
         return False
     parameters = state["_parameters"]
-    if type(parameters.get("weight")) is not nn.Parameter or nn.Linear.forward is not _LINEAR_FORWARD:
+    if type(parameters.get("weight")) is not nn.Parameter or nn.Linear.forward is not LINEAR_FORWARD:
         return False
     bias = parameters.get("bias", False)
     return (bias is None or type(bias) is nn.Parameter) and len(parameters) == 2
@@ -146,7 +151,7 @@ def why_not_plain_linear(module: Any) -> Reason:
         return Reason.HOOKS
     if type(module) is not nn.Linear:
         return Reason.NOT_LINEAR
-    if nn.Linear.forward is not _LINEAR_FORWARD:
+    if nn.Linear.forward is not LINEAR_FORWARD:
         return Reason.FOREIGN_FORWARD
     return Reason.WEIGHT_NOT_PARAMETER
 

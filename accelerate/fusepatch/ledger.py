@@ -74,8 +74,9 @@ def count(record: Record, made: Decision, module: object) -> None:
         calls[made] = 1 if first else calls[made] + 1
     if first and made.reason is not None and log.isEnabledFor(logging.DEBUG):
         log.debug("%s: %s, because %s: %s", record.class_name, made.route.value, made.reason.value, made.reason.meaning)
-    if _first_step is not None:
-        _first_step.seen(module)
+    step = _first_step  # another thread may end it
+    if step is not None:
+        step.seen(module)
 
 
 def count_trace(record: Record, what: Reason | Route) -> None:

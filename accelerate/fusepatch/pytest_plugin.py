@@ -27,13 +27,15 @@ class Counts:
     declines: Mapping[str, int] = field(default_factory=dict)
     """By reason, of those that took a slower route than the fastest."""
     traces: Mapping[str, int] = field(default_factory=dict)
-    """Times a compiler traced, by reason."""
+    """Times a compiler traced, by the route of ours in its code, or by the reason why there is none."""
     errors: Mapping[str, int] = field(default_factory=dict)
     """Exceptions that left a route of ours, by type."""
 
     def native(self) -> int:
-        """Calls that a route of ours served."""
-        return sum(count for route, count in self.calls.items() if route != "original")
+        """Calls that a route of ours served, and times that a compiler put one into its code."""
+        from .decline import native_of
+
+        return native_of(self.calls) + native_of(self.traces)
 
     def plus(self, other: Counts) -> Counts:
         """Both together."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import catalogue, settings, table
-from .decline import Reason, Route
+from .decline import Reason, Route, native_of
 from .patch import Patch, is_in_place
 
 
@@ -25,7 +25,8 @@ class ClassStatus:
     declines: Mapping[str, int]
     """Calls that took a slower route than `fused`, by reason."""
     traces: Mapping[str, int]
-    """Times a compiler traced the class's own code, by reason; calls of compiled code can't be counted."""
+    """Times a compiler traced the class, by the route of ours that it put into its code, or by the reason why the
+    library's was traced; calls of compiled code can't be counted."""
     captured: Mapping[str, int]
     """Sites in CUDA graphs by route: calls while one was captured. Replays run no Python, and can't be counted."""
     errors: Mapping[str, int]
@@ -72,14 +73,9 @@ class Status:
         return dataclasses.asdict(self)
 
     def native_calls(self) -> int:
-        """Calls that one of our routes served, and sites of ours in CUDA graphs, over all targets."""
-        return sum(
-            count
-            for target in self.targets
-            for what in ("calls", "captured")
-            for route, count in target.total(what).items()
-            if route != Route.ORIGINAL.value
-        )
+        """Over all targets: calls that a route of ours served, its sites in CUDA graphs, and the times that a compiler
+        put one into its code."""
+        return sum(native_of(target.total(what)) for target in self.targets for what in ("calls", "captured", "traces"))
 
     def summary(self) -> str:
         """One line: calls by route and declines by reason, over all targets."""

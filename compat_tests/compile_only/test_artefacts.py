@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import math
 import os
@@ -250,6 +251,16 @@ def test_a_lock_is_given_back_though_a_child_was_forked(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    start = time.monotonic()
+    with disk.one_process(tmp_path / "lock", 60.0) as had:
+        assert had and time.monotonic() - start < 30
 
 
 def test_an_exporter_that_fails_costs_speed_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

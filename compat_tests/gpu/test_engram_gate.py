@@ -230,6 +230,35 @@ def test_any_layout() -> None:
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_a_distance_between_tokens_beyond_32_bits() -> None:
+    """Of one token, where it means nothing: an argument of another type, by another compiled kernel."""
+    p = inputs(1, 4, 5120)
+    expected = run(TRITON, p)
+    far = {name: p[name].as_strided(p[name].shape, (8 * 2**31, *p[name].stride()[1:])) for name in ("x", "kv")}
+    found = run(TRITON, {**p, **far})
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_later_calls_launch_what_the_first_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is not asked again which compiled kernel serves a call, whatever its number of tokens and layout."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("Triton was asked")
+
+    p = inputs(301, 4, 5120)
+    expected = run(TRITON, p)
+    monkeypatch.setattr("triton.runtime.jit.JITFunction.run", refuse)
+    found = run(TRITON, p)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    few = run(TRITON, {name: t if name == "weight" else t[:16] for name, t in p.items()})
+    assert all(torch.equal(few[name], expected[name][:16]) for name in ("out", "x", "kv"))
+    wide = torch.cat((p["kv"], p["kv"]), 1)[:, : p["kv"].shape[1]]
+    found = run(TRITON, {**p, "kv": wide})
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(AssertionError, match="Triton was asked"):
+        run(TRITON, inputs(7, 3, 40))  # that no other test asks for
+
+
 # ------------------------------------------------------------------------------------------------- plans, op and graphs
 
 TOKENS, STREAMS, WIDTH = 301, 4, 5120

@@ -250,13 +250,29 @@ OTHER_SHAPES = {
 }
 
 
+@pytest.fixture
+def new_launches() -> Iterator[None]:
+    """Shapes are asked for once for each kind of call."""
+    caches = (triton_kernels._forward_launch, triton_kernels._backward_launch, triton_kernels._sum_launch)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
 @pytest.mark.parametrize("wanted", [NAMES, ("kv",), ("x", "weight"), ("weight",)], ids=str)
 @pytest.mark.parametrize("other", OTHER_SHAPES)
-def test_other_launch_shapes(other: str, wanted, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = OTHER_SHAPES[other]
-    shape_on = lambda device, streams, width, *rest: sizes.shape_of(streams, width)._replace(**changes)
+def test_other_launch_shapes(other: str, wanted, new_launches: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def shape_on(device: torch.device, streams: int, width: int, *rest: object) -> sizes.Shape:
+        asked.append(sizes.shape_of(streams, width)._replace(**OTHER_SHAPES[other]))
+        return asked[-1]
+
     monkeypatch.setattr(triton_kernels, "_shape_on", shape_on)
     check(inputs(7, 2, 88), torch.arange(7) % 3 > 0, wanted=wanted)
+    assert asked
 
 
 def test_no_tokens() -> None:
@@ -284,7 +300,8 @@ def test_any_number_of_programs(streams: int, programs: int, monkeypatch: pytest
 @pytest.mark.parametrize("rows", [1, 16, 17, 192])
 def test_the_sum_over_programs(rows: int) -> None:
     partial, total = torch.randn(rows, 2, 72), torch.empty(2, 72)
-    triton_kernels._launch_sum(partial, total, rows, sizes.shape_of(2, 72))
+    launch = triton_kernels._sum_launch(total.device, total.dtype, 2, 72, None)
+    triton_kernels._run_sum(launch, rows, partial, total)
     assert relative_error(total, partial.double().sum(0)) < 1e-6
 
 

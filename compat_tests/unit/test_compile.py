@@ -16,8 +16,9 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
 import fusepatch
-from fusepatch import settings
+from fusepatch import pytest_plugin, settings
 from fusepatch.kernels.gated_mlp import choose, library, reference
+from fusepatch.parity_check import arms
 from support import relative_error, tiny_llama, tiny_llama_mlp
 
 IDS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -102,6 +103,17 @@ def test_a_training_step_keeps_the_kernels(name: str) -> None:
     assert (graphs.count("gated_mlp"), graphs.count("gemm_dact")) == (2, 2)
     assert traced()["fused"] > 0
     assert "fused" in str(fusepatch.status())
+
+
+def test_traces_are_native_calls() -> None:
+    """To `status()`, to `--fusepatch-require-native` and to `parity()` alike."""
+    fusepatch.accelerate()
+    before = arms._counts(("gated_mlp",))
+    model = compiled(tiny_llama_mlp(), Graphs())
+    model(torch.randn(3, 64))
+    assert fusepatch.status().native_calls() == 1
+    assert pytest_plugin._read_counts().native() == 1
+    assert arms._since(before, ("gated_mlp",)).native == 1
 
 
 def test_dynamic_shapes() -> None:
@@ -189,6 +201,52 @@ def test_what_does_not_fit_gets_the_librarys_code(when: str, change: str) -> Non
     assert "fusepatch.gated_mlp.default" not in graphs.forward[-1]
     with fusepatch.disabled():
         assert relative_error(found, model(x)) < 1e-6
+
+
+@pytest.mark.parametrize("when", ["before", "after the first call"])
+def test_where_linear_layers_compute_something_else(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    model, x = tiny_llama_mlp(), torch.randn(3, 64)
+    fusepatch.accelerate()
+    graphs = Graphs()
+    patched = compiled(model, graphs)
+    if when != "before":
+        patched(x)
+        assert graphs.count("gated_mlp") == 1
+    genuine = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * genuine(self, x))
+    found = patched(x)
+    assert "fusepatch.gated_mlp.default" not in graphs.forward[-1]
+    with fusepatch.disabled():
+        assert relative_error(found, model(x)) < 1e-6
+
+
+def test_hooks_on_all_modules_run() -> None:
+    """Those that come after the first call the compiler does not see, in the library's own code neither."""
+    model, x = tiny_llama_mlp(), torch.randn(3, 64)
+    double = lambda module, _, out: 2 * out if type(module) is nn.Linear else None
+    with nn.modules.module.register_module_forward_hook(double):
+        expected = model(x)
+        fusepatch.accelerate()
+        model.compile(backend="eager", fullgraph=True)
+        assert relative_error(model(x), expected) < 1e-6
+
+
+def test_a_subclass_of_tensor_gets_the_librarys_code() -> None:
+    class Marked(Tensor):
+        pass
+
+    fusepatch.accelerate()
+    found = torch.compile(tiny_llama_mlp(), backend="eager")(torch.randn(3, 64).as_subclass(Marked))
+    assert type(found) is Marked
+    assert traced() == {"compiling": 1}
+
+
+def test_an_activation_that_the_library_refuses_is_refused() -> None:
+    model = tiny_llama_mlp()
+    model.act_fn = nn.GELU(approximate="bogus")
+    fusepatch.accelerate()
+    with pytest.raises(Exception, match="either none or tanh"):
+        compiled(model, Graphs())(torch.randn(3, 64))
 
 
 @pytest.mark.parametrize(

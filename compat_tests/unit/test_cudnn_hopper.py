@@ -58,7 +58,10 @@ def test_this_release_serves() -> None:
     assert cudnn_hopper.drift() == ()
     assert cudnn_hopper.why_no_library() is None
     assert cudnn_hopper.why_not(FITS) is None
-    assert cudnn_hopper._frontend() == (host.launch, host.workspace_bytes, host.library)
+    launch, workspace_bytes, load = cudnn_hopper._frontend()
+    assert (launch, load) == (host.launch, host.library)
+    sizes = [(tokens, 4, sequences) for tokens in (1, 64, 1000) for sequences in (1, 3)]
+    assert [workspace_bytes(*size) for size in sizes * 2] == [host.workspace_bytes(*size) for size in sizes * 2]
 
 
 def test_without_cuda_headers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,6 +331,14 @@ def test_weights_are_elsewhere(mark: bool, reason: Reason) -> None:
     assert (row.route, row.reason) == ("pointwise", reason.value)
 
 
+@provokes(Reason.ZERO3)
+def test_hooks_of_zero3_are_told_from_others_before_a_call_too() -> None:
+    mlp = changed(zero3)
+    mlp.act_fn.register_forward_pre_hook(lambda module, args: None)
+    assert fusepatch.explain(mlp).modules[0].reason == "zero3"
+    check(lambda: infer(mlp), ORIGINAL, Reason.ZERO3)
+
+
 @provokes(Reason.WEIGHT_NOT_PARAMETER)
 def test_functional_call() -> None:
     mlp = tiny_llama_mlp()

@@ -113,6 +113,29 @@ def test_native_calls_while_another_thread_counts() -> None:
     assert found == 1
 
 
+# Found: the end of the first step, in another thread, came between two reads of it.
+def test_the_first_step_ends_while_another_thread_counts() -> None:
+    record = Record("gated_mlp", "transformers", "Some")
+    stops: set[int] = set()
+
+    def interrupt(frame, event, argument):
+        if frame.f_code is ledger.count.__code__ and event == "line" and frame.f_lineno not in stops:
+            stops.add(frame.f_lineno)
+            ledger._first_step = None  # as another thread leaves it, which needs a lock that this one may hold
+        return interrupt
+
+    tracer = sys.gettrace()
+    for _ in range(20):  # before another of its lines each time
+        ledger.watch_first_step(lambda: None)
+        sys.settrace(interrupt)
+        try:
+            ledger.count(record, FUSED, record)
+        finally:
+            sys.settrace(tracer)
+            ledger.watch_first_step(None)
+    assert len(stops) > 5
+
+
 class _MeanwhileAnotherThread(dict):
     """Calls; while one is being counted, another thread calls `accelerate()`, for as long as it is let."""
 

@@ -1332,8 +1332,24 @@ def test_kernels_of_fla_run_untuned_and_are_given_back() -> None:
     before = [list(kernel.configs) for kernel in tuned]
     assert tuned
     with surroundings.untuned_fla():
-        assert [kernel.configs for kernel in tuned] == [configs[:1] for configs in before]
+        for kernel, configs in zip(tuned, before, strict=True):
+            (kept,) = kernel.configs
+            assert kept in configs
+            assert kept.num_warps == max(each.num_warps for each in configs if each.kwargs == kept.kwargs)
     assert [kernel.configs for kernel in tuned] == before
+
+
+def test_the_configuration_that_is_kept_is_quick_to_compile() -> None:
+    triton = pytest.importorskip("triton")
+
+    def config(warps: int, stages: int, **blocks: object) -> Any:
+        return triton.Config(blocks, num_warps=warps, num_stages=stages)
+
+    few_warps, many_stages = config(2, 2, BK=64, BV=64), config(4, 3, BK=64, BV=64)
+    large, best = config(4, 2, BK=128, BV=128), config(4, 2, BK=64, BV=64)
+    ordered = sorted([many_stages, large, few_warps, best], key=surroundings._length_of_code)
+    assert ordered == [best, many_stages, few_warps, large]
+    assert surroundings._length_of_code(config(2, 3, BK=32, FAST=False)) == (16, 3)  # a flag is no block
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -1392,7 +1408,28 @@ def test_the_command_says_that_nothing_was_native(small_models: None, capsys: py
     assert "FUSEPATCH_<OP>_BACKEND=reference" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("config", ["fla-gdn", "fla-transformer"])
+def test_the_kda_model_is_one_that_cudnns_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fla.models.kda")
+    from fusepatch.kernels.linear_attention import cudnn_hopper
+    from fusepatch.kernels.linear_attention.problem import Call, Problem
+
+    monkeypatch.setattr(cudnn_hopper, "why_no_library", lambda: None)
+    with models.surroundings("fla-kda"):
+        model: Any = models.built_in("fla-kda", 1, torch.bfloat16, torch.device("cpu")).build()
+    layer = model.model.layers[0].attn
+    assert layer.safe_gate
+    call = Call(
+        layer.head_k_dim**-0.5, l2norm=True, gate="bounded", lower_bound=layer.lower_bound, beta_sigmoid=True,
+        negative_eigenvalues=layer.allow_neg_eigval, state_v_first=True, safe_gate=layer.safe_gate,
+    )  # fmt: skip
+    problem = Problem(
+        layer.q_proj.weight.device, layer.q_proj.weight.dtype, layer.num_heads, layer.num_v_heads, layer.head_k_dim,
+        layer.head_v_dim, True, call, torch.bfloat16, torch.bfloat16, (layer.A_log.dtype, layer.dt_bias.dtype),
+    )  # fmt: skip
+    assert cudnn_hopper.why_not(problem) is None
+
+
+@pytest.mark.parametrize("config", ["fla-gdn", "fla-kda", "fla-transformer"])
 def test_the_command_on_fla_without_a_gpu(small_models: None, capsys: pytest.CaptureFixture[str], config: str) -> None:
     pytest.importorskip("fla")
     assert run_command("--config", config, "--tokens", 64, "--layers", 1) == 3

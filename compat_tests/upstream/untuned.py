@@ -1,4 +1,4 @@
-"""A pytest plugin: FLA's kernels run in the first of the configurations that they would choose from by timing them.
+"""A pytest plugin: FLA's kernels run in one of the configurations that they would choose from by timing them.
 
 Timing them takes minutes, and how a test ends does not depend on it.
 """

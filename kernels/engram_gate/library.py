@@ -46,11 +46,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """As op.forward, by way of the operator."""
     query_weight, key_weight = (None, None) if norms is None else norms
-    out_MSD, saved_MS4 = torch.ops.fusepatch.engram_gate(
+    out, saved_MS4 = torch.ops.fusepatch.engram_gate(
         x, key, value, weight, token_mask, query_weight, key_weight,
         call.eps, call.residual, call.zero_dot, call.backend.name,
     )  # fmt: skip
-    return out_MSD, saved_MS4
+    return out, saved_MS4
 
 
 def backward(
@@ -85,10 +85,10 @@ def traced(problem: Problem, x: Tensor, kv: Tensor, weight: Tensor, token_mask: 
         device.type, device.index, problem.dtype, problem.weight_dtype, problem.residual, problem.zero_dot,
         problem.masked,
     )  # fmt: skip
-    out_MSD, _ = torch.ops.fusepatch.engram_gate(
+    out: Tensor
+    out, _ = torch.ops.fusepatch.engram_gate(
         x, kv, None, weight, token_mask, None, None, float(eps), problem.residual, problem.zero_dot, backend
     )
-    out: Tensor = out_MSD.view(x.shape)
     return out
 
 
@@ -147,9 +147,8 @@ def _(
     zero_dot: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    tokens, streams, width = x.shape[:-2].numel(), *x.shape[-2:]
-    saved_MS4 = x.new_empty(tokens, streams, 4, dtype=wide_dtype(x.dtype))
-    return x.new_empty(tokens, streams, width), saved_MS4
+    saved_MS4 = x.new_empty(x.shape[:-2].numel(), x.shape[-2], 4, dtype=wide_dtype(x.dtype))
+    return x.new_empty(x.shape), saved_MS4
 
 
 @torch.library.custom_op("fusepatch::engram_gate_backward", mutates_args=())

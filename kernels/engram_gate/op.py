@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,24 +106,22 @@ def run_engram_gate(
     the dtype of x after their norms (reference.py); gradients go to `weight` alone. The inputs were checked.
     """
     # Read here and not inside apply(), where grad mode is always off.
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, key, value, weight)):
+    wants_value = value is not None and value.requires_grad
+    if torch.is_grad_enabled() and (x.requires_grad or key.requires_grad or wants_value or weight.requires_grad):
         # What needs a gradient and is not saved (see _EngramGate.forward): no first derivative reads it.
         needs = Needs.of(x.requires_grad, key.requires_grad, value, weight.requires_grad)
         unsaved = (weight,) if weight.requires_grad and not needs.saves_weight else ()
-        if value is not None and value.requires_grad and not needs.past_gate:
+        if value is not None and wants_value and not needs.past_gate:
             unsaved = (*unsaved, value)
         query_weight, key_weight = (None, None) if norms is None else (norm.detach() for norm in norms)
-        out_MSD: Tensor = _EngramGate.apply(  # type: ignore[no-untyped-call]
+        out: Tensor = _EngramGate.apply(  # type: ignore[no-untyped-call]
             call, tie(*unsaved), x, key, value, weight, token_mask, query_weight, key_weight
         )
-    else:
-        out_MSD, _ = _forward(call, x, key, value, weight, token_mask, norms)
-    # Out here, since autograd lets nobody write to a view that was made inside a Function.
-    return out_MSD.view(x.shape)
+        return out
+    return _forward(call, x, key, value, weight, token_mask, norms)[0]
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """Which gradients are wanted. In packed form one tensor is key and value."""
 
     x: bool
@@ -177,20 +175,20 @@ def forward(
     token_mask: Tensor | None,
     norms: Norms | None,
 ) -> tuple[Tensor, Tensor]:
-    """out [M, S, D] and saved [M, S, 4]."""
-    streams, width = x.shape[-2:]
-    key_MSD, value_MD = _keys_and_value(key, value, streams, width)
-    tokens = key_MSD.shape[0]
-    x_MSD = _tokens(x, streams, width)
-    out_MSD = torch.empty(tokens, streams, width, dtype=x.dtype, device=x.device)
-    saved_MS4 = torch.empty(tokens, streams, 4, dtype=wide_dtype(x.dtype), device=x.device)
-    mask_M = None if token_mask is None else token_mask.reshape(-1).contiguous()
+    """out, of the shape of x, and saved [M, S, 4]."""
+    streams = x.shape[-2]
+    key_MSD, value_MD = _keys_and_value(key, value, streams)
+    # Not a view: autograd lets nobody write to one that was made inside a Function.
+    out = _empty_like(x)
+    saved_MS4 = torch.empty(key_MSD.shape[0], streams, 4, dtype=wide_dtype(x.dtype), device=x.device)
+    mask_M = None if token_mask is None else token_mask.flatten().contiguous()
     weight_SD, key_weight_SD = (weight, None) if norms is None else norms
     kernels.engram_forward(
-        x_MSD, key_MSD, value_MD, _dense(weight_SD), mask_M, call.eps, call.residual, call.zero_dot,
-        out_MSD=out_MSD, saved_MS4=saved_MS4, key_weight_SD=None if key_weight_SD is None else _dense(key_weight_SD),
+        _tokens(x), key_MSD, value_MD, _dense(weight_SD), mask_M, call.eps, call.residual, call.zero_dot,
+        out_MSD=_tokens(out), saved_MS4=saved_MS4,
+        key_weight_SD=None if key_weight_SD is None else _dense(key_weight_SD),
     )  # fmt: skip
-    return out_MSD, saved_MS4
+    return out, saved_MS4
 
 
 class _EngramGate(Function):
@@ -213,7 +211,7 @@ class _EngramGate(Function):
         _, _, need_x, need_key, need_value, need_weight, *_ = ctx.needs_input_grad
         needs = Needs.of(need_x, need_key, None if value is None else need_value, need_weight)
         norms = None if query_weight is None or key_weight is None else (query_weight, key_weight)
-        out_MSD, saved_MS4 = _forward(call, x, key, value, weight, token_mask, norms)
+        out, saved_MS4 = _forward(call, x, key, value, weight, token_mask, norms)
         ctx.call, ctx.needs, ctx.packed, ctx.masked = call, needs, value is None, token_mask is not None
         ctx.shapes = (x.shape, key.shape, None if value is None else value.shape)
         ctx.weight_dtype = weight.dtype
@@ -227,7 +225,7 @@ class _EngramGate(Function):
             saved_MS4,
             tied,
         )
-        return out_MSD
+        return out
 
     @staticmethod
     @differentiable_once
@@ -263,37 +261,40 @@ def backward(
     saved_MS4: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, key, value and weight that `needs` asks for; `shapes` are those of x, key and value."""
-    x_shape, key_shape, value_shape = shapes
-    assert x_shape is not None and key_shape is not None
+    x_shape, _, value_shape = shapes
+    assert x_shape is not None
     streams, width = x_shape[-2:]
-    grad_out_MSD = _tokens(grad_out, streams, width)
-    key_MSD, value_MD = (None, None) if key is None else _keys_and_value(key, value, streams, width)
+    key_MSD, value_MD = (None, None) if key is None else _keys_and_value(key, value, streams)
 
-    def new(shape: Sequence[int] | None, dtype: torch.dtype = grad_out.dtype) -> Tensor:
-        assert shape is not None
-        return torch.empty(shape, dtype=dtype, device=grad_out.device)
-
-    grad_x = new(x_shape) if needs.x else None
-    grad_key = new(key_shape) if needs.key else None
-    grad_value = new(value_shape) if not packed and needs.value else None
-    grad_weight = new((streams, width), weight_dtype) if needs.weight else None
+    grad_x = grad_key = grad_value = grad_weight = None
+    if needs.x:
+        assert x is not None  # its own gradient reads it, and so was it saved
+        grad_x = _empty_like(x)
+    if needs.key:
+        assert key is not None
+        grad_key = _empty_like(key)
+    if needs.value and not packed:  # which may not have been saved
+        assert value_shape is not None
+        grad_value = torch.empty(value_shape, dtype=grad_out.dtype, device=grad_out.device)
+    if needs.weight:
+        grad_weight = torch.empty(streams, width, dtype=weight_dtype, device=grad_out.device)
     grad_key_MSD: Tensor | None
     grad_value_MD: Tensor | None
     if packed and grad_key is not None:
-        grad_key_MSD, grad_value_MD = _keys_and_value(grad_key, None, streams, width)
+        grad_key_MSD, grad_value_MD = _keys_and_value(grad_key, None, streams)
     else:
-        grad_key_MSD = None if grad_key is None else _tokens(grad_key, streams, width)
+        grad_key_MSD = None if grad_key is None else split_keys(_rows(grad_key), streams)
         grad_value_MD = None if grad_value is None else _rows(grad_value)
     kernels.engram_backward(
-        grad_out_MSD,
-        None if x is None else _tokens(x, streams, width),
+        _tokens(grad_out),
+        None if x is None else _tokens(x),
         key_MSD,
         value_MD,
         None if weight is None else _dense(weight),
         saved_MS4,
         residual,
         masked,
-        grad_x_MSD=None if grad_x is None else _tokens(grad_x, streams, width),
+        grad_x_MSD=None if grad_x is None else _tokens(grad_x),
         grad_key_MSD=grad_key_MSD,
         grad_value_MD=grad_value_MD,
         grad_weight_SD=grad_weight,
@@ -301,30 +302,44 @@ def backward(
     return grad_x, grad_key, grad_value, grad_weight
 
 
-def _keys_and_value(key: Tensor, value: Tensor | None, streams: int, width: int) -> tuple[Tensor, Tensor]:
+def _keys_and_value(key: Tensor, value: Tensor | None, streams: int) -> tuple[Tensor, Tensor]:
     """key [M, S, D] and value [M, D], which are halves of one tensor where value is None."""
-    key_rows = _rows(key)
-    value_MD = key_rows[:, streams * width :] if value is None else _rows(value)
-    return split_keys(key_rows[:, : streams * width], streams), value_MD
+    if value is None:
+        return unpacked(_rows(key), streams)
+    return split_keys(_rows(key), streams), _rows(value)
+
+
+def unpacked(rows: Tensor, streams: int) -> tuple[Tensor, Tensor]:
+    """The keys `[M, S, D]` and the value `[M, D]` in `rows [M, (S+1)*D]`."""
+    width = rows.shape[1] // (streams + 1)
+    keys, value_MD = rows.split_with_sizes((streams * width, width), 1)
+    return split_keys(keys, streams), value_MD
 
 
 def split_keys(rows: Tensor, streams: int) -> Tensor:
     """`rows [M, S*D]` of any row stride as `[M, S, D]`."""
-    keys_MSD: Tensor = rows.unflatten(1, (streams, -1))  # type: ignore[no-untyped-call]
-    return keys_MSD
+    tokens, width = rows.shape
+    return rows.view(tokens, streams, width // streams)
 
 
-def _tokens(t: Tensor, streams: int, width: int) -> Tensor:
-    """`t [..., S, D]` or `[..., S*D]` as `[M, S, D]` that kernels can read: a view where it can be one."""
-    tokens = t.numel() // (streams * width)
-    found = t.reshape(tokens, streams, width)
+# Nearly every tensor is contiguous, and costs no more than that test: kernels of a few tokens wait for the host.
+
+
+def _tokens(t: Tensor) -> Tensor:
+    """`t [..., S, D]` as `[M, S, D]` that kernels can read: itself or a view where the layout allows it, or a copy."""
+    if t.dim() == 3 and t.is_contiguous() and _starts_well(t):
+        return t
+    streams, width = t.shape[-2:]
+    found = t.reshape(t.shape[:-2].numel(), streams, width)
     is_dense = found.stride()[1:] == (width, 1) or (streams == 1 and found.stride(2) == 1)
     return found if is_dense and _can_be_read(found) else _copy(found)
 
 
 def _rows(t: Tensor) -> Tensor:
-    """`t [..., W]` as `[M, W]` rows that kernels can read: a view where the layout allows it, else a copy."""
-    rows = t.reshape(t.numel() // t.shape[-1], t.shape[-1])
+    """`t [..., W]` as `[M, W]` rows that kernels can read: as _tokens."""
+    if t.dim() == 2 and t.is_contiguous() and _starts_well(t):
+        return t
+    rows = t.reshape(t.shape[:-1].numel(), t.shape[-1])
     return rows if rows.stride(1) == 1 and _can_be_read(rows) else _copy(rows)
 
 
@@ -335,13 +350,17 @@ def _dense(t: Tensor) -> Tensor:
 
 def _can_be_read(t: Tensor) -> bool:
     """Whether rows lie apart, at distances that kernels take, and start on 16 bytes."""
-    apart = t.shape[0] <= 1 or (t.stride(0) >= t[0].numel() and t.stride(0) % WIDTH_MULTIPLE == 0)
+    apart = t.shape[0] <= 1 or (t.stride(0) >= t.shape[1:].numel() and t.stride(0) % WIDTH_MULTIPLE == 0)
     return apart and _starts_well(t)
 
 
 def _starts_well(t: Tensor) -> bool:
     """Whether it starts on 16 bytes."""
     return t.data_ptr() % 16 == 0
+
+
+def _empty_like(t: Tensor) -> Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def _copy(t: Tensor) -> Tensor:
@@ -355,21 +374,18 @@ def _check(
     x: Tensor, kv: Tensor, weight: Tensor, token_mask: Tensor | None, eps: float, residual: bool, zero_dot: str
 ) -> Problem:
     """Raises TypeError or ValueError for what does not fit."""
-    tensors = {"x": x, "kv": kv, "weight": weight, **({} if token_mask is None else {"token_mask": token_mask})}
-    for name, tensor in tensors.items():
-        _require(name, tensor)
+    _require("x", x)
+    _require("kv", kv)
+    _require("weight", weight)
+    if token_mask is not None:
+        _require("token_mask", token_mask)
     if x.dim() < 2 or 0 in x.shape[-2:]:
         raise ValueError(f"x must be [..., S, D] with at least one stream, got {list(x.shape)}")
     *lead, streams, width = x.shape
-    expected = {"kv": [*lead, (streams + 1) * width], "weight": [streams, width], "token_mask": lead}
-    for name, tensor in tensors.items():
-        if name != "x" and list(tensor.shape) != expected[name]:
-            raise ValueError(
-                f"{name} is {list(tensor.shape)}, but must be {expected[name]} beside x {list(x.shape)} [..., S, D]"
-            )
-    for name, tensor in tensors.items():
-        if tensor.device != x.device:
-            raise ValueError(f"all tensors must be on one device, got {name} on {tensor.device} and x on {x.device}")
+    _require_beside(x, "kv", kv, [*lead, (streams + 1) * width])
+    _require_beside(x, "weight", weight, [streams, width])
+    if token_mask is not None:
+        _require_beside(x, "token_mask", token_mask, lead)
     check_options(x.dtype, weight.dtype, width, eps, residual, zero_dot)
     if kv.dtype != x.dtype:
         raise ValueError(f"x and kv must have one dtype, got {x.dtype} and {kv.dtype}")
@@ -407,6 +423,13 @@ def _require(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     return tensor
+
+
+def _require_beside(x: Tensor, name: str, tensor: Tensor, shape: list[int]) -> None:
+    if list(tensor.shape) != shape:
+        raise ValueError(f"{name} is {list(tensor.shape)}, but must be {shape} beside x {list(x.shape)} [..., S, D]")
+    if tensor.device != x.device:
+        raise ValueError(f"all tensors must be on one device, got {name} on {tensor.device} and x on {x.device}")
 
 
 def _shapes(*tensors: Tensor) -> str:

@@ -124,8 +124,8 @@ class EngramGatePlan:
             raise ValueError(f"the plan was made with masked={self.masked}: token_mask does not fit that")
         inputs = {"x": x, "kv": kv, "weight": weight, **({} if token_mask is None else {"token_mask": token_mask})}
         self._check(inputs, {"out": out, "saved": saved})
-        key_MSD, value_MD = self._split(kv)
         with torch.no_grad(), _on(stream):
+            key_MSD, value_MD = op.unpacked(kv, self.streams)
             kernels.engram_forward(
                 x, key_MSD, value_MD, weight, token_mask, self.eps, self.residual, self.zero_dot,
                 out_MSD=out, saved_MS4=saved,
@@ -160,14 +160,14 @@ class EngramGatePlan:
         elif needed:
             raise ValueError(f"grad_weight needs a workspace of {needed} bytes")
         self._check({"grad_out": grad_out, "x": x, "kv": kv, "weight": weight, "saved": saved}, outputs, needed)
-        key_MSD, value_MD = self._split(kv)
-        grad_key_MSD, grad_value_MD = (None, None) if grad_kv is None else self._split(grad_kv)
         partial_PSD = None
         if needed and workspace is not None:
             programs = kernels.programs_of(self.tokens, self.width, self._device)
             used = workspace[: programs * self.streams * self.width * 4]
             partial_PSD = used.view(torch.float32).view(programs, self.streams, self.width)
         with torch.no_grad(), _on(stream):
+            key_MSD, value_MD = op.unpacked(kv, self.streams)
+            grad_key_MSD, grad_value_MD = (None, None) if grad_kv is None else op.unpacked(grad_kv, self.streams)
             kernels.engram_backward(
                 grad_out, x, key_MSD, value_MD, weight, saved, self.residual, self.masked,
                 grad_x_MSD=grad_x, grad_key_MSD=grad_key_MSD, grad_value_MD=grad_value_MD,
@@ -182,10 +182,6 @@ class EngramGatePlan:
         if stream is not None and stream.device != self._device:
             raise ValueError(f"the plan is for {self._device}, and stream is one of {stream.device}")
         return self._compiled[0]
-
-    def _split(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        keys = self.streams * self.width
-        return op.split_keys(kv[:, :keys], self.streams), kv[:, keys:]
 
     def _expected(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         tokens, streams, width = self.tokens, self.streams, self.width

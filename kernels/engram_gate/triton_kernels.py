@@ -21,6 +21,7 @@ Row strides that are multiples of 8, unit inner stride, on 16 bytes; nothing tha
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,8 +109,9 @@ def _add_three(a, b, c, other_a, other_b, other_c):
     return a + other_a, b + other_b, c + other_c
 
 
-# The interpreter runs a reduction of our own element by element.
-_IS_COMPILED = tl.constexpr(isinstance(_add_three, triton.JITFunction))
+# The interpreter, which compiles nothing, runs a reduction of our own element by element.
+_COMPILES = isinstance(_add_three, triton.JITFunction)
+_IS_COMPILED = tl.constexpr(_COMPILES)
 
 
 @triton.jit
@@ -467,15 +469,15 @@ def engram_forward(
     tokens, streams, width = x_MSD.shape
     if tokens == 0:
         return
-    _launch_forward(
-        x_MSD, key_MSD, value_MD, weight_SD, key_weight_SD, mask_M, eps, residual, zero_dot, out_MSD, saved_MS4,
-        shape=_shape,
-    )  # fmt: skip
-    rounded, masked = key_weight_SD is not None, mask_M is not None
-    kind = (x_MSD.device, x_MSD.dtype, weight_SD.dtype, streams, width, residual, zero_dot, masked, rounded)
-    if kind not in _compiled:
-        _compile_backward(x_MSD, key_MSD, value_MD, weight_SD, saved_MS4, residual, masked, out_MSD, out_MSD.device)
-        _compiled.add(kind)
+    device, masked = x_MSD.device, mask_M is not None
+    kind = (device, x_MSD.dtype, weight_SD.dtype, streams, width, residual, zero_dot, masked)
+    launch = _forward_launch(*kind, None if key_weight_SD is None else key_weight_SD.dtype, _shape)
+    with made_current(device):
+        _run_forward(launch, x_MSD, key_MSD, value_MD, weight_SD, key_weight_SD, mask_M, eps, out_MSD, saved_MS4)
+        if not launch.has_backward:
+            _compile_backward(x_MSD, key_MSD, value_MD, weight_SD, saved_MS4, residual, masked, out_MSD, device)
+            _compiled.add((*kind, key_weight_SD is not None))
+            launch.has_backward = True
 
 
 def compile_for(
@@ -501,10 +503,14 @@ def compile_for(
     key, value = kv[:, : streams * width].unflatten(1, (streams, width)), kv[:, streams * width :]
     saved = shape_only(tokens, streams, 4, dtype=torch.float32)
     mask = shape_only(tokens, dtype=torch.bool) if masked else None
-    # Any number will do for eps: what is compiled takes it as an argument.
-    _launch_forward(x, key, value, weight, None, mask, 0.5, residual, zero_dot, out, saved, compile_on=device)
-    _compile_backward(x, key, value, weight, saved, residual, masked, out, device)
-    _compiled.add((device, dtype, weight_dtype, streams, width, residual, zero_dot, masked, False))
+    kind = (device, dtype, weight_dtype, streams, width, residual, zero_dot, masked)
+    launch = _forward_launch(*kind, None, None)
+    with made_current(device):
+        # Any number will do for eps: what is compiled takes it as an argument.
+        _run_forward(launch, x, key, value, weight, None, mask, 0.5, out, saved, compile_only=True)
+        _compile_backward(x, key, value, weight, saved, residual, masked, out, device)
+    _compiled.add((*kind, False))
+    launch.has_backward = True
 
 
 def _compile_backward(
@@ -512,14 +518,13 @@ def _compile_backward(
     device: torch.device,
 ) -> None:  # fmt: skip
     """Tensors of the same shapes, dtypes and strides stand in for the gradients and the partial sums."""
-    for partial in (saved, None):
-        _launch_backward(
-            out, x, key, value, weight, saved, residual, masked, out, key, value, partial,
-            want=(True, True, True), compile_on=device,
-        )  # fmt: skip
     streams, width = weight.shape
-    shape = _shape_on(device, streams, width, x.dtype, weight.dtype)
-    _launch_sum(saved, weight, 1, shape, compile_on=device)
+    kind = (device, out.dtype, weight.dtype, streams, width, residual, masked)
+    for with_weight in (True, False):
+        launch = _backward_launch(*kind, with_weight, None)
+        tensors = (out, x, key, value, weight, saved, out, key, value, saved)
+        _run_backward(launch, 1, tensors, (True, True, True), compile_only=True)
+    _run_sum(_sum_launch(device, weight.dtype, streams, width, None), 1, saved, weight, compile_only=True)
 
 
 _compiled: set[tuple[torch.device, torch.dtype, torch.dtype, int, int, bool, str, bool, bool]] = set()
@@ -563,79 +568,125 @@ def engram_backward(
         if grad_weight_SD is not None:
             grad_weight_SD.zero_()
         return
-    programs = programs_of(tokens, width, grad_out_MSD.device, _shape)
+    device = grad_out_MSD.device
+    programs = programs_of(tokens, width, device, _shape)
     if grad_weight_SD is None:
         partial_PSD = None
     elif partial_PSD is None:
         partial_PSD = saved_MS4.new_empty(programs, streams, width)
     # What is not needed was not saved. Its place is taken by a tensor of the shape, and what comes of it is not stored.
-    x = grad_out_MSD if x_MSD is None else x_MSD
-    key = grad_out_MSD if key_MSD is None else key_MSD
-    value = grad_out_MSD[:, 0] if value_MD is None else value_MD
     if weight_SD is None:
         weight_SD = saved_MS4.new_empty(streams, width) if grad_weight_SD is None else grad_weight_SD
-    want = (grad_x_MSD is not None, grad_key_MSD is not None, grad_value_MD is not None)
-    _launch_backward(
-        grad_out_MSD, x, key, value, weight_SD, saved_MS4, residual, masked,
+    tensors = (
+        grad_out_MSD,
+        grad_out_MSD if x_MSD is None else x_MSD,
+        grad_out_MSD if key_MSD is None else key_MSD,
+        grad_out_MSD[:, 0] if value_MD is None else value_MD,
+        weight_SD,
+        saved_MS4,
         grad_out_MSD if grad_x_MSD is None else grad_x_MSD,
         grad_out_MSD if grad_key_MSD is None else grad_key_MSD,
         grad_out_MSD[:, 0] if grad_value_MD is None else grad_value_MD,
-        partial_PSD, want=want, shape=_shape,
+        saved_MS4 if partial_PSD is None else partial_PSD,
+    )
+    want = (grad_x_MSD is not None, grad_key_MSD is not None, grad_value_MD is not None)
+    with_weight = partial_PSD is not None
+    launch = _backward_launch(
+        device, grad_out_MSD.dtype, weight_SD.dtype, streams, width, residual, masked, with_weight, _shape
+    )
+    with made_current(device):
+        _run_backward(launch, programs, tensors, want)
+        if grad_weight_SD is not None and partial_PSD is not None:
+            summing = _sum_launch(device, grad_weight_SD.dtype, streams, width, _shape)
+            _run_sum(summing, programs, partial_PSD, grad_weight_SD)
+
+
+@dataclass(eq=False)
+class _Launch:
+    """A kernel for one kind of call. All that Triton compiles it for follows from the kind: the device, dtypes, sizes
+    of a row and constants. The rest is as every call has it: tensors on 16 bytes, numbers that fit into 32 bits."""
+
+    kernel: Any
+    shape: Shape
+    constants: tuple[Any, ...]
+    """The last arguments of the kernel, in its order."""
+    options: dict[str, Any]
+    compiled: Any = None
+    """Launched as it is: Triton takes longer to find out again which compiled kernel serves a call."""
+    has_backward: bool = False
+    """Of the forward pass, whether the kernels of the backward pass that follows it were compiled too."""
+
+
+@functools.cache
+def _forward_launch(
+    device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, streams: int, width: int, residual: bool,
+    zero_dot: str, masked: bool, key_weight_dtype: torch.dtype | None, shape: Shape | None,
+) -> _Launch:  # fmt: skip
+    rounded = key_weight_dtype is not None
+    shape = shape or _shape_on(device, streams, width, dtype, weight_dtype, 2 if rounded else 1)
+    constants = (
+        streams, width, shape.head, shape.tail, masked, residual, zero_dot == "copysign", rounded,
+        shape.forward_together, shape.forward_one_stream, shape.forward_threads, shape.forward_stages,
     )  # fmt: skip
-    if grad_weight_SD is not None:
-        assert partial_PSD is not None
-        shape = _shape or _shape_on(grad_out_MSD.device, streams, width, grad_out_MSD.dtype, grad_weight_SD.dtype)
-        _launch_sum(partial_PSD, grad_weight_SD, programs, shape)
+    options = {"num_warps": shape.forward_warps, "maxnreg": shape.forward_registers}
+    return _Launch(_forward_kernel, shape, constants, options)
 
 
-def _launch_forward(
-    x: Tensor, key: Tensor, value: Tensor, weight: Tensor, key_weight: Tensor | None, mask: Tensor | None, eps: float,
-    residual: bool, zero_dot: str, out: Tensor, saved: Tensor, *, shape: Shape | None = None,
-    compile_on: torch.device | None = None,
+@functools.cache
+def _backward_launch(
+    device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, streams: int, width: int, residual: bool,
+    masked: bool, with_weight: bool, shape: Shape | None,
+) -> _Launch:  # fmt: skip
+    shape = shape or _shape_on(device, streams, width, dtype, weight_dtype)
+    constants = (
+        streams, width, shape.head, shape.tail, masked, residual, with_weight, shape.held,
+        shape.backward_copies_weight, shape.backward_threads, shape.backward_stages,
+    )  # fmt: skip
+    return _Launch(_backward_kernel, shape, constants, {"num_warps": shape.backward_warps})
+
+
+@functools.cache
+def _sum_launch(
+    device: torch.device, weight_dtype: torch.dtype, streams: int, width: int, shape: Shape | None
+) -> _Launch:
+    shape = shape or _shape_on(device, streams, width, weight_dtype, weight_dtype)
+    return _Launch(_weight_kernel, shape, (shape.sum_rows, shape.sum_columns), {"num_warps": 4})
+
+
+def _run_forward(
+    launch: _Launch, x: Tensor, key: Tensor, value: Tensor, weight: Tensor, key_weight: Tensor | None,
+    mask: Tensor | None, eps: float, out: Tensor, saved: Tensor, compile_only: bool = False,
 ) -> None:  # fmt: skip
-    tokens, streams, width = x.shape
-    device = compile_on or x.device
-    weights = 1 if key_weight is None else 2
-    shape = shape or _shape_on(device, streams, width, x.dtype, weight.dtype, weights)
-    arguments = (
+    tokens, streams, _ = x.shape
+    tensors = (
         x, key, value, weight, weight if key_weight is None else key_weight,
-        weight if mask is None else mask.view(torch.uint8), out, saved, tokens, *map(_units, (x, key, value, out)),
-        float(eps),
+        weight if mask is None else mask.view(torch.uint8), out, saved,
     )  # fmt: skip
-    options = {
-        "MASKED": mask is not None, "RESIDUAL": residual, "COPYSIGN": zero_dot == "copysign",
-        "ROUNDED": key_weight is not None, "TOGETHER": shape.forward_together, "ONE_STREAM": shape.forward_one_stream,
-        "THREADS": shape.forward_threads, "STAGES": shape.forward_stages, "maxnreg": shape.forward_registers,
-    }  # fmt: skip
-    cut = (streams, width, shape.head, shape.tail)
-    programs = triton.cdiv(tokens, shape.forward_together)
+    numbers = (tokens, _units(x), _units(key), _units(value), _units(out), float(eps))
+    shape = launch.shape
+    programs = -(-tokens // shape.forward_together)  # triton.cdiv is made for kernels, and slow here
     of_each = streams if shape.forward_one_stream else 1  # run of tokens
     if shape.forward_programs:
-        programs = min(programs, max(1, _programs(device, shape.forward_programs) // of_each))
-    _run(_forward_kernel, programs * of_each, arguments, cut, options, shape.forward_warps, compile_on)
+        programs = min(programs, max(1, _programs(x.device, shape.forward_programs) // of_each))
+    _run(launch, programs * of_each, tensors, numbers, compile_only)
 
 
-def _launch_backward(
-    grad_out: Tensor, x: Tensor, key: Tensor, value: Tensor, weight: Tensor, saved: Tensor, residual: bool,
-    masked: bool, grad_x: Tensor, grad_key: Tensor, grad_value: Tensor, partial: Tensor | None, *,
-    want: tuple[bool, bool, bool], shape: Shape | None = None, compile_on: torch.device | None = None,
+def _run_backward(
+    launch: _Launch, programs: int, tensors: tuple[Tensor, ...], want: tuple[bool, bool, bool],
+    compile_only: bool = False,
 ) -> None:  # fmt: skip
-    tokens, streams, width = grad_out.shape
-    device = compile_on or grad_out.device
-    shape = shape or _shape_on(device, streams, width, grad_out.dtype, weight.dtype)
-    arguments = (
-        grad_out, x, key, value, weight, saved, grad_x, grad_key, grad_value, saved if partial is None else partial,
-        tokens, *(int(wanted) for wanted in want),
-        *map(_units, (grad_out, x, key, value, grad_x, grad_key, grad_value)),
+    grad_out, x, key, value, _, _, grad_x, grad_key, grad_value, _ = tensors
+    numbers = (
+        grad_out.shape[0], int(want[0]), int(want[1]), int(want[2]), _units(grad_out), _units(x), _units(key),
+        _units(value), _units(grad_x), _units(grad_key), _units(grad_value),
     )  # fmt: skip
-    options = {
-        "MASKED": masked, "RESIDUAL": residual, "WANT_WEIGHT": partial is not None, "HELD": shape.held,
-        "COPY_WEIGHT": shape.backward_copies_weight, "THREADS": shape.backward_threads,
-        "STAGES": shape.backward_stages,
-    }  # fmt: skip
-    cut = (streams, width, shape.head, shape.tail)
-    programs = programs_of(tokens, width, device, shape)
-    _run(_backward_kernel, programs, arguments, cut, options, shape.backward_warps, compile_on)
+    _run(launch, programs, tensors, numbers, compile_only)
+
+
+def _run_sum(launch: _Launch, programs: int, partial: Tensor, grad_weight: Tensor, compile_only: bool = False) -> None:
+    size = grad_weight.numel()
+    blocks = -(-size // launch.shape.sum_columns)
+    _run(launch, blocks, (partial, grad_weight), (programs, size), compile_only)
 
 
 def _units(t: Tensor) -> int:
@@ -643,28 +694,22 @@ def _units(t: Tensor) -> int:
     return t.stride(0) // ROW_UNIT
 
 
-def _launch_sum(
-    partial: Tensor, grad_weight: Tensor, programs: int, shape: Shape, *, compile_on: torch.device | None = None
-) -> None:
-    size = grad_weight.numel()
-    arguments = (partial, grad_weight, programs, size)
-    blocks = triton.cdiv(size, shape.sum_columns)
-    _run(_weight_kernel, blocks, arguments, (shape.sum_rows, shape.sum_columns), {}, 4, compile_on)
+_LARGEST = 2**31 - 1
 
 
 def _run(
-    kernel: Any,
-    programs: int,
-    arguments: tuple[Any, ...],
-    cut: tuple[int, ...],
-    options: dict[str, Any],
-    warps: int,
-    compile_on: torch.device | None,
+    launch: _Launch, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], compile_only: bool
 ) -> None:
-    """Launches the kernel, or only compiles it, for a device where the tensors need not be."""
-    device = compile_on or arguments[0].device
-    with made_current(device):
-        if compile_on is None:
-            kernel[(programs,)](*arguments, *cut, **options, num_warps=warps)
-        elif device.type == "cuda":
-            kernel.run(*arguments, *cut, **options, num_warps=warps, grid=(programs,), warmup=True)._init_handles()
+    """Launches the kernel on the current device, or only compiles it: the tensors may then be anywhere."""
+    if not _COMPILES or max(numbers) > _LARGEST:
+        if not compile_only:
+            launch.kernel[(programs,)](*tensors, *numbers, *launch.constants, **launch.options)
+        return
+    if launch.compiled is None:
+        arguments = (*tensors, *numbers, *launch.constants)
+        compiled = launch.kernel.run(*arguments, **launch.options, grid=(programs,), warmup=True)
+        compiled._init_handles()
+        launch.compiled = compiled
+    if not compile_only:
+        # Addresses, since of a tensor Triton asks the driver each time whether a GPU can reach it.
+        launch.compiled[(programs, 1, 1)](*map(Tensor.data_ptr, tensors), *numbers, *launch.constants)

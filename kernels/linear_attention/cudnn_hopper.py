@@ -157,7 +157,8 @@ def _takes(function: Any, names: frozenset[str]) -> bool:
 @functools.cache
 def _frontend() -> _Frontend:
     host = _import("hopper.cuda_bwd_host")
-    return _Frontend(host.launch, host.workspace_bytes, host.library)
+    # A sum over fifteen buffers, which `launch` works out again in each call.
+    return _Frontend(host.launch, functools.lru_cache(maxsize=64)(host.workspace_bytes), host.library)
 
 
 def is_compiled(problem: Problem) -> bool:
@@ -276,11 +277,17 @@ def compile_for(call: Call, inputs: Inputs) -> None:
         _compiled.add(kind)
 
 
-def _prepare(call: Call, inputs: Inputs, flat: _Flat) -> Any:
-    from . import prepare  # imports Triton
+@functools.cache
+def _around() -> ModuleType:
+    """Our kernels, whose module imports Triton."""
+    from . import prepare
 
+    return prepare
+
+
+def _prepare(call: Call, inputs: Inputs, flat: _Flat) -> Any:
     q_MHK, k_MHK = _tokens(inputs.q), _tokens(inputs.k)
-    return prepare.prepare(call, q_MHK, k_MHK, flat.g, flat.beta, flat.A_log, flat.dt_bias)
+    return _around().prepare(call, q_MHK, k_MHK, flat.g, flat.beta, flat.A_log, flat.dt_bias)
 
 
 class Gradients(NamedTuple):
@@ -302,8 +309,6 @@ def backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_final_state: Ten
     grad_out [B, T, G, V] in v's dtype, grad_final_state as the call has its states, in fp32, of any stride. Nothing
     that was passed is written to.
     """
-    from . import prepare
-
     flat, device = _flat(call, inputs), inputs.v.device
     tokens, value_heads, _ = flat.v.shape
     sequences = flat.cu_seqlens.numel() - 1
@@ -333,8 +338,8 @@ def backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_final_state: Ten
             n_heads=value_heads,
             n_seqs=sequences,
         )  # fmt: skip
-        raw = prepare.backward(call, grad_q, grad_k, grad_g, grad_beta, prepared, flat.g, flat.beta, flat.A_log,
-                               flat.dt_bias)  # fmt: skip
+        raw = _around().backward(call, grad_q, grad_k, grad_g, grad_beta, prepared, flat.g, flat.beta, flat.A_log,
+                                 flat.dt_bias)  # fmt: skip
     q, k, v, g, beta, A_log, dt_bias, initial_state, _ = inputs
     return Gradients(
         raw.q.view(q.shape),

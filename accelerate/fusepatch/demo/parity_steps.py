@@ -108,7 +108,7 @@ def _control(
     reordered = control.Reordered(loaded, names)
     if not reordered:
         return None
-    expected = _tensors_of(training.widen(loaded), ids)
+    expected = _tensors_of(training.widen(loaded, getattr(torch, report.reference_dtype)), ids)
     actual = reordered.in_model_order(_tensors_of(reordered.model, ids))
     found = [
         TensorError(

@@ -61,7 +61,7 @@ def _load(shown: Shown, path: Path) -> Loaded:
         f"{transformers.__version__}, in {watch.seconds:.1f} s\non {on}, torch {torch.__version__}"
     )
     if loaded.dtype is torch.float32:
-        page.say("float32, since this CPU is slow at bfloat16; the reference below is float64")
+        page.say("float32, since this CPU is slow at bfloat16; the reference is float64, and that of parity float32")
     shown.figures["model"] = {
         "name": loaded.name,
         "file": str(path),

@@ -36,9 +36,9 @@ class Step:
     """Bytes of memory that the step took at most, above what was there before it; None where it can't be told."""
 
 
-def widen(loaded: Loaded) -> Any:
-    """A copy of the model for the reference arm: the same rounded weights, in a wider dtype."""
-    return copy.deepcopy(loaded.model).to(wider(loaded.dtype))
+def widen(loaded: Loaded, dtype: torch.dtype | None = None) -> Any:
+    """A copy of the model for the reference arm: the same rounded weights, in `dtype`, or else in a wider one."""
+    return copy.deepcopy(loaded.model).to(dtype or wider(loaded.dtype))
 
 
 def measure(model: Any, ids: Tensor) -> Step:

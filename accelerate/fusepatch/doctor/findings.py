@@ -20,6 +20,10 @@ class Finding:
     what: str
     fix: str
 
+    def __str__(self) -> str:
+        stop = "" if self.what.endswith((".", "?", "!")) else "."
+        return f"{self.level}: {self.what}{stop} Fix: {self.fix}."
+
 
 class Examination:
     """Collects findings. What a section can't find out is a finding too, and the others go on."""

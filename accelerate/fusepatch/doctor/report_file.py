@@ -172,7 +172,7 @@ def _sections(report: Report) -> Iterator[str]:
     if report.left_out:
         yield "## What was not run\n\n" + "\n".join(f"- {each}" for each in report.left_out)
     if found.findings:
-        yield "## What is wrong\n\n" + "\n".join(f"- {f.level}: {f.what}. Fix: {f.fix}." for f in found.findings)
+        yield "## What is wrong\n\n" + "\n".join(f"- {each}" for each in found.findings)
     for done in report.done:
         yield f"## {done.step.what} of {done.step.backend}: {done.outcome}\n\n`{done.step}`\n\n{_fenced(done.output)}"
     yield "## Everything\n\n" + _fenced(json.dumps(report.to_dict(), indent=1), "json")

@@ -29,13 +29,9 @@ def sections(found: Diagnosis) -> Iterator[str]:
     if found.selfcheck:
         yield f"self-check: {found.selfcheck}"
     if found.findings:
-        yield "\n".join(f"{each.level}: {each.what}{_stop(each.what)} Fix: {each.fix}." for each in found.findings)
+        yield "\n".join(map(str, found.findings))
     else:
         yield "nothing is wrong"
-
-
-def _stop(sentence: str) -> str:
-    return "" if sentence.endswith((".", "?", "!")) else "."
 
 
 def _gpu_text(gpus: Sequence[Gpu]) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import catalogue, entry
-from ..decline import Route
+from ..decline import native_of
 from .bound import TensorName
 from .surroundings import poisoned_memory, random_numbers
 
@@ -42,7 +42,7 @@ class Counts:
     """Calls of patched classes while an arm ran."""
 
     calls: Mapping[str, int] = field(default_factory=dict)
-    """By route, with the sites in CUDA graphs."""
+    """By route, with the sites in CUDA graphs, and the times that a compiler put a route of ours into its code."""
     declines: Mapping[str, int] = field(default_factory=dict)
     """Calls that took a slower route than the fastest, by reason."""
     functions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -57,11 +57,6 @@ class Counts:
     def native_of_modules(self) -> int:
         """Those among them that were of patched modules."""
         return self.native - sum(map(native_of, self.functions.values()))
-
-
-def native_of(calls: Mapping[str, int]) -> int:
-    """How many of these calls, by route, a route of ours served."""
-    return sum(count for route, count in calls.items() if route != Route.ORIGINAL.value)
 
 
 @dataclass(frozen=True)
@@ -307,10 +302,11 @@ def _counts(ops: tuple[str, ...]) -> Counts:
         if op not in ops:
             continue
         _add(declines, target.total("declines"))
-        for what in ("calls", "captured"):
-            _add(calls, target.total(what))
+        traced = {route: count for route, count in target.total("traces").items() if native_of({route: count})}
+        for found in (target.total("calls"), target.total("captured"), traced):
+            _add(calls, found)
             if target.name in _FUNCTIONS:
-                _add(functions.setdefault(op, {}), target.total(what))
+                _add(functions.setdefault(op, {}), found)
     return Counts(calls, declines, functions)
 
 

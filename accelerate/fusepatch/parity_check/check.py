@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import catalogue, entry, ledger, settings
-from ..decline import DeclinedError, Route
+from ..decline import DeclinedError, Route, native_of
 from ..explanation import Explanation, explain
 from . import arms, bound, in_place, routing, watching
 from .arms import Batch, Build, Call, Counts, Loss, Options, Result, Source
@@ -191,9 +191,7 @@ def _run_patched(
     found.off_patched = _compare(result, found)
     found.patched = _without_tensors(result)
     for op, calls in result.counts.functions.items():
-        found.notes.append(
-            f"{arms.native_of(calls)} of {sum(calls.values())} calls of the function of {op} ran natively"
-        )
+        found.notes.append(f"{native_of(calls)} of {sum(calls.values())} calls of the function of {op} ran natively")
     if result.error is None and result.counts.native:
         found.in_place = in_place.judge(model, seen, names)
         found.notes += found.in_place.notes

@@ -12,7 +12,7 @@ from ..cli import CommandError, positive_number, torch_device
 if TYPE_CHECKING:
     pass
 
-CONFIG_NAMES = ("llama", "qwen3", "gemma3", "phi3", "fla-transformer", "fla-gdn")
+CONFIG_NAMES = ("llama", "qwen3", "gemma3", "phi3", "fla-transformer", "fla-gdn", "fla-kda")
 """The built-in models; a test compares it with `models.CONFIGS`, which takes torch to import."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -32,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments to its parser. Imports nothing heavy."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("model", metavar="MODEL_FOLDER", nargs="?", type=Path, help="a local folder of a causal LM")
-    what.add_argument("--config", choices=CONFIG_NAMES, help="a small model with random weights, of this architecture")
+    what.add_argument(
+        "--config",
+        choices=CONFIG_NAMES,
+        help="a small model with random weights, of this architecture; FLA's run without its autotuning",
+    )
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="(default: %(default)s)")
     parser.add_argument(
         "--tokens", type=positive_number, default=256, help="tokens in one sequence (default: %(default)s)"

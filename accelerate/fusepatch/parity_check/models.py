@@ -72,6 +72,8 @@ CONFIGS: dict[str, Callable[[int], nn.Module]] = {
     "phi3": _llama_like("Phi3"),
     "fla-transformer": _fla("transformer", "Transformer", num_heads=HEADS),
     "fla-gdn": _fla("gated_deltanet", "GatedDeltaNet", num_heads=6, head_dim=64, expand_v=1.0),
+    # Heads and gate that cuDNN's kernels take: of 128, and bounded.
+    "fla-kda": _fla("kda", "KDA", num_heads=HIDDEN // 128, head_dim=128, safe_gate=True, lower_bound=-5.0),
 }
 """By the name that the command line takes: builds a model of so many layers."""
 
