@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fusepatch.errors import type_and_first_line
+
 from .arms import Built
 from .cases import Case
 from .data import Data
@@ -132,6 +134,5 @@ def second_backward(built: Built, data: Data, expected: Results, eager: Errors) 
 
 
 def first_line(error: BaseException) -> str:
-    """Type and first line of an exception."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}"[:300] if text else type(error).__name__
+    """Type and first line of an exception, cut to what a row can hold."""
+    return type_and_first_line(error)[:300]

@@ -291,13 +291,9 @@ def _fusepatch(data: Data) -> Built:
 @contextlib.contextmanager
 def named_backend(case: Case) -> Iterator[None]:
     """The kernels, at any size, by name; on a CPU plain PyTorch."""
-    before = settings.installed()
     name = "triton" if case.device == "cuda" else "reference"
-    settings.install(settings.read({**os.environ, "FUSEPATCH_ENGRAM_GATE_BACKEND": name}))
-    try:
+    with settings.in_force(settings.read({**os.environ, "FUSEPATCH_ENGRAM_GATE_BACKEND": name})):
         yield
-    finally:
-        settings.install(before)
 
 
 def _plan(data: Data, changes: Mapping[str, int] | None = None) -> Built:

@@ -82,6 +82,7 @@ def run(options: Options) -> list[Figure]:
     plans = _plans(options)
     reasons: prepare.Reasons = {}
     if not options.dry_run:
+        tuning.keep_one_cache()
         tuning.measure_briefly()
         cases = list(dict.fromkeys(case for case, _ in plans))
         reasons = prepare.prepare(options.arms, cases, options.prepare_seconds, say, options.logs)

@@ -6,9 +6,8 @@
     d_weights   the gradients of Wg and Wu: cuBLAS's two; our own          against one over gate and up joined
     d_down      the gradient of Wd: our own                                against cuBLAS's
 
-`columns_192` is our own with tiles of so many columns, whether or not it serves this size; in `h Wd^T` there is no
-choice. Tensors: M tokens, H hidden size, I
-intermediate size, M2I = [M, 2*I] with the gate in the first I columns.
+`columns_192` is our own with tiles of so many columns, whether or not it serves this size. Tensors: M tokens, H hidden
+size, I intermediate size, M2I = [M, 2*I] with the gate in the first I columns.
 """
 
 from __future__ import annotations

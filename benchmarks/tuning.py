@@ -5,12 +5,23 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 WARM_UP_MS, MEASURE_MS = 10, 40
 """For each candidate. With Triton's own 25 and 100 the 156 candidates of two peers take half a minute per shape."""
+
+
+def keep_one_cache() -> None:
+    """Keeps Triton's kernels on disk where they are by default, in this process and in those that it starts.
+
+    torch.compile moves that folder with the first kernel of its own, after which all that the trials compiled would be
+    compiled again: a minute for FLA's 60 candidates of one size.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        os.environ.setdefault("TRITON_CACHE_DIR", importlib.import_module("triton.knobs").cache.dir)
 
 
 def compile_only() -> None:

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 SHARED_BASE = 1024
-SHARED_BYTES = 233472
 LANES = 32
 ELECTED = 5
 """Of a warp: which one hardware elects is its own affair."""

@@ -21,6 +21,7 @@ PROVOKED_BY_LINEAR_ATTENTION = {
     Reason.DISPATCH_DISABLED,
     Reason.HUB_KERNEL,
     Reason.LIBRARY_TOO_OLD,
+    Reason.INDEX_RANGE,
 }
 """Reasons that only unit/test_linear_attention_shim.py provokes; the rest are those of unit/test_declines.py."""
 

@@ -117,9 +117,14 @@ class Table(Generic[P, B]):
     warmed: set[tuple[str, P, int, int]] = field(default_factory=set)
     """Backend, problem, number of tokens and stream of what `warmup()` ran, for backends that serve nothing else."""
 
+    def forget(self) -> None:
+        """Drops what was worked out and warmed up so far, for tests that change the backends."""
+        self.known.clear()
+        self.fewest.clear()
+        self.warmed.clear()
+
 
 KNOWN_LIMIT = 4096
-MOST_TOKENS = 2**40
 
 
 @functools.cache
@@ -334,7 +339,7 @@ def _why_not(table: Table[P, B], backend: B, problem: P, *, any_size: bool) -> R
         reason = Reason.NO_KERNEL if own is None else _why_not(table, own, problem, any_size=True)
     else:
         reason = _why_not_unchecked(table, backend, problem)
-    if reason is None and backend.native and not any_size and not backend.admits(problem, MOST_TOKENS):
+    if reason is None and backend.native and not any_size and not backend.admits(problem, profiles.MOST_TOKENS):
         reason = Reason.SIZE_NOT_ADMITTED  # of no number of tokens; a self-check would be for nothing
     if reason is None and backend.check is not None:
         return selfcheck.verdict(check_of(table, backend, problem), problem.device).reason

@@ -26,9 +26,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .. import guard, settings
+from .. import guard
 from ..catalogue import Assumed
-from ..decline import FUSED, Decision, DeclinedError, Reason, Route, original
+from ..decline import FUSED, Decision, DeclinedError, Reason, original
+from ..errors import type_and_first_line
 from ..kernels.backends import Backend
 from ..kernels.linear_attention import arguments, dispatch
 from ..kernels.linear_attention.arguments import Misfit, Request
@@ -38,6 +39,7 @@ from ..kernels.linear_attention.problem import Problem
 from ..ledger import Record, count, count_error, note
 from ..patch import BACKEND_NAME, Slot, Switch
 from . import callers
+from .strict import raise_if_short
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def _call_of(module: nn.Module, tokens: int) -> tuple[Request, Backend, bool] | 
             raise seen.made from None
         return seen.made
     except Exception as error:
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        return type_and_first_line(error)
     return "the layer made no call"
 
 
@@ -349,8 +351,8 @@ def _make_backend(base: type[Any], function: _Function, public: Any, switch: Swi
             made: Any
             try:
                 made = switch.off or decide(function, names, args, kwargs)
-                if isinstance(made, Reason) and not only_sees:
-                    _raise_if_strict(made, switch, record)
+                if isinstance(made, Reason) and switch.strict and not only_sees:
+                    raise_if_short(original(made), record)
             except Exception as error:
                 made = error
             if only_sees:
@@ -374,7 +376,8 @@ def _make_backend(base: type[Any], function: _Function, public: Any, switch: Swi
             try:
                 found = dispatch.run_by(backend, request, output_final_state)
             except typed:
-                _raise_if_strict(Reason.NO_KERNEL, switch, record)
+                if switch.strict:
+                    raise_if_short(original(Reason.NO_KERNEL), record)
                 count(record, original(Reason.NO_KERNEL), _who(kwargs, record))
                 return _own_code(public)(*args, **kwargs)
             _count_served(record, backend, kwargs)
@@ -405,15 +408,3 @@ def _who(kwargs: Mapping[str, Any], record: Record) -> object:
     """Who calls, as far as can be told: a layer passes parameters of its own. By this the first step's end is seen."""
     A_log = kwargs.get("A_log")
     return record if A_log is None else A_log
-
-
-def _raise_if_strict(reason: Reason, switch: Switch, record: Record) -> None:
-    if not switch.strict or reason.chosen:
-        return
-    asked = settings.current().ops[record.op].route
-    if asked is None or asked is not Route.ORIGINAL:
-        raise DeclinedError(
-            f"strict: {record.class_name} would run the library's own code, because {reason.value}: {reason.meaning}. "
-            f"Fix: {reason.fix}.",
-            reason,
-        )

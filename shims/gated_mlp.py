@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import guard, settings
+from .. import guard
 from ..catalogue import Assumed
-from ..decline import FUSED, Decision, DeclinedError, Reason, Route, decision, original
+from ..decline import FUSED, Decision, Reason, Route, decision, original
 from ..kernels.backends import load, warming
 from ..kernels.gated_mlp.choose import Backend, Problem, admit, choose, is_too_few
 from ..kernels.gated_mlp.op import run_act_mul, run_gated_mlp
 from ..ledger import Record, count, count_error, count_trace, note
 from ..patch import Switch
 from . import activations, traced
+from .strict import raise_if_short
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def warm(layout: Layout, module: nn.Module, tokens: int) -> Decision:
             gate = torch.zeros(tokens, width, dtype=some.dtype, device=some.device, requires_grad=True)
             up = None if layout.up is None else torch.zeros_like(gate, requires_grad=True)
             first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
-            backend = choose_act_mul(first, second, verdict.activation, hidden)
+            backend = choose_act_mul(first, second, verdict.activation, hidden, layout.up is None)
             if isinstance(backend, Reason):
                 return original(backend)
             out = run_act_mul(backend, gate, up, verdict.activation)
@@ -341,7 +342,8 @@ def _try_pointwise(
     hidden, inner = _sizes(layout, module)
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    found = choose(Problem(Route.POINTWISE, device, dtype, hidden, inner, activation, bias=False), tokens)
+    packed = layout.up is None
+    found = choose(Problem(Route.POINTWISE, device, dtype, hidden, inner, activation, False, packed), tokens)
     if isinstance(found, Reason):
         # A backend that has the fused route alone says nothing of this call by not having the other.
         return _declined(why_not_fused if found is Reason.NO_KERNEL else found)
@@ -355,7 +357,7 @@ def _sizes(layout: Layout, module: nn.Module) -> tuple[int, int]:
     return hidden, width if layout.up is not None else width // 2
 
 
-def choose_act_mul(gate: Any, up: Any, activation: str, hidden: int) -> Backend | Reason:
+def choose_act_mul(gate: Any, up: Any, activation: str, hidden: int, packed: bool) -> Backend | Reason:
     """The backend of the pointwise route for what the projections returned, or why there is none."""
     for tensor in (gate, up):
         if type(tensor) is not Tensor:
@@ -369,7 +371,7 @@ def choose_act_mul(gate: Any, up: Any, activation: str, hidden: int) -> Backend 
     if gate.stride(-1) != 1 or up.stride(-1) != 1:
         return Reason.STRIDES
     inner = gate.shape[-1]
-    problem = Problem(Route.POINTWISE, gate.device, gate.dtype, hidden, inner, activation, bias=False)
+    problem = Problem(Route.POINTWISE, gate.device, gate.dtype, hidden, inner, activation, False, packed)
     return choose(problem, gate.numel() // inner if inner else 0, gate, up)
 
 
@@ -410,7 +412,7 @@ def make_forward(
         verdict = _declined(off) if off is not None else decide(layout, self, x)
         made = verdict.decision
         if switch.strict:
-            _raise_if_short(made, record)
+            raise_if_short(made, record)
         if made.route is Route.ORIGINAL:
             count(record, made, self)
             return library_forward(self, *args, **kwargs)
@@ -436,11 +438,11 @@ def _run_pointwise(
     first = getattr(module, layout.gate)(x)
     second = None if layout.up is None else getattr(module, layout.up)(x)
     gate, up = first.chunk(2, dim=-1) if second is None else (first, second)
-    backend = choose_act_mul(gate, up, verdict.activation, x.shape[-1])
+    backend = choose_act_mul(gate, up, verdict.activation, x.shape[-1], layout.up is None)
     if isinstance(backend, Reason):
         made = original(backend)
         if switch.strict:
-            _raise_if_short(made, record)
+            raise_if_short(made, record)
         count(record, made, module)
         activate = torch.nn.functional.silu if layout.act is None else getattr(module, layout.act)
         product = activate(gate) * up
@@ -452,17 +454,3 @@ def _run_pointwise(
             count_error(record, error)
             raise
     return getattr(module, layout.down)(product)
-
-
-def _raise_if_short(made: Decision, record: Record) -> None:
-    """Strict mode: raises where the route taken is slower than what was asked for."""
-    reason = made.reason
-    if reason is None or reason.chosen:
-        return
-    asked = settings.current().ops[record.op].route
-    if made.route is Route.ORIGINAL if asked is None else made.route.rank > asked.rank:
-        raise DeclinedError(
-            f"strict: {record.class_name} would run the route {made.route.value!r}, because {reason.value}: "
-            f"{reason.meaning}. Fix: {reason.fix}.",
-            reason,
-        )

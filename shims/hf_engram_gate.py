@@ -29,9 +29,9 @@ from ..kernels.engram_gate.op import SMALLEST_EPS, Call, run_engram_gate
 from ..kernels.engram_gate.reference import wide_dtype
 from ..ledger import Record, count, count_error
 from ..patch import Switch
-from . import gated_mlp, traced
+from . import hf, traced
+from .strict import raise_if_short
 
-_MODULES = "transformers.models."
 _NAMES = ("hidden_states", "input_ids", "conv_mask")  # the third is `cache`, or `past_key_values` in 5.17
 
 _FORWARD = """
@@ -111,9 +111,7 @@ def _decorated_code(decorate: Callable[..., Any]) -> Any:
     return decorate("old", "99.0.0")(lambda: None).__code__
 
 
-def wants_module(name: str) -> bool:
-    """Modelling files: `transformers.models.<model>.modeling_<model>`."""
-    return name.startswith(_MODULES) and ".modeling_" in name
+wants_module = hf.wants_module
 
 
 def matches(forward: Any) -> bool:
@@ -338,7 +336,7 @@ def make_forward(library_forward: Callable[..., Any], switch: Switch, record: Re
             verdict = Verdict(original(Reason.STRUCTURE)) if bound is None else decide_call(self, bound[_NAMES[0]])
         if verdict.parts is None or bound is None:
             if switch.strict:
-                gated_mlp._raise_if_short(verdict.decision, record)
+                raise_if_short(verdict.decision, record)
             count(record, verdict.decision, self)
             return library_forward(self, *args, **kwargs)
         x, input_ids, conv_mask = (bound.get(name) for name in _NAMES)
@@ -362,7 +360,7 @@ def _run(module: nn.Module, verdict: Verdict, x: Any, key: Any, value: Any, swit
     if isinstance(backend, Reason):
         made = original(backend)
     if switch.strict:
-        gated_mlp._raise_if_short(made, record)
+        raise_if_short(made, record)
     count(record, made, module)
     if isinstance(backend, Reason):
         return _gated_by_the_library(parts, module, x, key, value)

@@ -21,10 +21,8 @@ from ..catalogue import Assumed
 from ..decline import Decision, Reason, original
 from ..ledger import Record
 from ..patch import Switch
-from . import gated_mlp
+from . import gated_mlp, hf
 from .gated_mlp import Layout
-
-_MODULES = "transformers.models."
 
 
 @dataclass(frozen=True)
@@ -126,9 +124,7 @@ def template_of(forward: Any) -> Template | None:
 # --------------------------------------------------------------------------------------------- the catalogue's side
 
 
-def wants_module(name: str) -> bool:
-    """Modelling files: `transformers.models.<model>.modeling_<model>`."""
-    return name.startswith(_MODULES) and ".modeling_" in name
+wants_module = hf.wants_module
 
 
 def matches(forward: Any) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .explanation import explain
     from .parity_check.check import parity
     from .settings import SettingsError
+    from .tuning.tune import tune
     from .warming import warmup
 
 __version__ = "0.1.0.dev0"

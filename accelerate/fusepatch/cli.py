@@ -10,18 +10,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import __version__
+from .errors import CommandError, first_line
 
 if TYPE_CHECKING:
     import torch
 
 USAGE_ERROR = 2
-
-
-class CommandError(Exception):
-    """What a command can't do, in one line for the user. The exit code is 2, and nothing was changed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,12 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fusepatch: {error}", file=sys.stderr)
         return USAGE_ERROR
     return code
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 # ---------------------------------------------------------------------------------------------------- the arguments
@@ -108,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="run the self-checks, parity and the benchmark of the gated MLP with every backend that can serve here, "
-        "and write what came of it to FILE (Markdown), to be attached to an issue; up to half an hour",
+        "and write what came of it to FILE (Markdown), to be attached to an issue; up to 10 minutes "
+        "for each backend on each of its routes, and 30 for the benchmark",
     )
     doctor.set_defaults(command=_doctor)
 
@@ -133,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     tuning_command.add_arguments(tune)
-    tune.set_defaults(command=lambda options, _: tuning_command.main(options, _build_on_meta))
+    tune.set_defaults(command=lambda options, _: tuning_command.main(options))
 
     run = commands.add_parser(
         "run",
@@ -218,7 +210,9 @@ def _demo(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _explain(options: argparse.Namespace, _: list[str]) -> int:
-    model, dtype = _build_on_meta(options.model, options.gguf), None
+    from .model_on_meta import model_on_meta
+
+    model, dtype = model_on_meta(options.model, options.gguf, "fusepatch.explain(model)"), None
     import torch
 
     from .explanation import explain
@@ -256,54 +250,3 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
     found = doctor.examine(selfcheck=options.selfcheck, tell=tell)
     print(json.dumps(found.to_dict(), indent=2) if options.json else found)
     return found.exit_code
-
-
-def _build_on_meta(model: str, gguf: str | None) -> Any:
-    """The model that the configuration of `model` describes, with no memory behind its weights."""
-    from . import importhook
-
-    path = Path(model).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        if gguf is not None:
-            raise CommandError(f"{model} is a GGUF file itself: leave --gguf out, or name its folder")
-        path, gguf = path.parent, path.name
-    elif path.is_dir():
-        if not (path / (gguf or "config.json")).is_file():
-            hint = "" if gguf else " (name a GGUF file in it with --gguf)"
-            raise CommandError(f"{model} has no file {gguf or 'config.json'}{hint}")
-    elif path.exists():
-        raise CommandError(f"{model} is neither a folder nor a .gguf file")
-    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:  # a name on the hub is `name` or `owner/name`
-        raise CommandError(f"{model} does not exist")
-    if not importhook.is_installed("transformers"):
-        raise CommandError('needs transformers: pip install "fusepatch[hf]"')
-    if gguf is not None and path.is_dir():
-        from .demo.weights import check_gguf
-
-        check_gguf(path / gguf)
-
-    import torch
-    import transformers
-
-    source = str(path) if path.is_dir() else model
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, gguf_file=gguf, trust_remote_code=False)
-        with torch.device("meta"):
-            return _from_config(config)
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise CommandError(
-                f"{model} brings its own code, which this command does not run: build the model, and call "
-                "fusepatch.explain(model)"
-            ) from None
-        where = "" if path.is_dir() else " (no folder here, so the Hugging Face hub was asked)"
-        raise CommandError(f"can't build {model} from its configuration{where}: {first_line(error)}") from None
-
-
-def _from_config(config: Any) -> Any:
-    import transformers
-
-    try:
-        return transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError:  # no language model, or not only one
-        return transformers.AutoModel.from_config(config)

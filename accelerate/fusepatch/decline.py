@@ -295,8 +295,6 @@ class Reason(Enum):
         "start again when the GPU is free; `warmup()` before loading other models leaves room",
     )
 
-    __hash__ = object.__hash__
-
     meaning: str
     fix: str
     chosen: bool
@@ -307,6 +305,11 @@ class Reason(Enum):
         member._value_ = slug
         member.meaning, member.fix, member.chosen = meaning, fix, chosen
         return member
+
+    @property
+    def in_words(self) -> str:
+        """The reason, what it means, and what to do about it."""
+        return f"{self.value}: {self.meaning}. Fix: {self.fix}."
 
 
 @dataclass(frozen=True, eq=False)

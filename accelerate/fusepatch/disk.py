@@ -6,12 +6,14 @@ A leaf, besides settings. A full or read-only disk costs speed and nothing else,
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from . import settings
@@ -69,6 +71,11 @@ def _why_not_private(path: Path, found: os.stat_result, closed: int) -> str | No
     if found.st_mode & closed:
         return f"{path} has mode {stat.S_IMODE(found.st_mode):04o}"
     return None
+
+
+def name_of(key: Mapping[str, str]) -> str:
+    """A file name for what a file is kept for, in any order: 24 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:24]
 
 
 def write_whole(path: Path, data: bytes) -> bool:

@@ -212,14 +212,8 @@ def live_backend(target: Target) -> BackendPatch | None:
 @contextlib.contextmanager
 def settings_in_force() -> Iterator[settings.Settings]:
     """The settings that decisions see now: those of `accelerate()`, or the environment's where it is not on."""
-    with _state.lock:
-        before = settings.installed()
-        if not is_on():
-            settings.install(settings.read())
-        try:
-            yield settings.current()
-        finally:
-            settings.install(before)
+    with _state.lock, settings.in_force(settings.current() if is_on() else settings.read()) as found:
+        yield found
 
 
 def _shift_disabled(step: int) -> None:
@@ -393,7 +387,7 @@ def _undo(found: list[Patch]) -> None:
                     "%s: another library put its forward over ours; it stays, and ours passes through",
                     applied.record.class_name,
                 )
-        elif patch.is_in_place(applied):  # whoever wrapped ours has put it back since
+        elif applied.is_in_place():  # whoever wrapped ours has put it back since
             patch.undo(applied)
     dynamo = sys.modules.get("torch._dynamo")
     if traced and dynamo is not None:

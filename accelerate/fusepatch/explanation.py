@@ -16,6 +16,9 @@ from . import catalogue, entry, patch, settings, table
 from .catalogue import Assumed, Target
 from .decline import FUSED, Decision, Reason, original
 
+ITSELF = "(the model itself)"
+"""The name of the model among its modules."""
+
 
 @dataclass(frozen=True)
 class ModuleRoute:
@@ -82,9 +85,7 @@ class Explanation:
                 "is seen only when it calls. warmup() makes such a call, and status() counts those that declined."
             )
         reasons = {module.reason for module in self.modules}
-        lines += [
-            f"{reason.value}: {reason.meaning}. Fix: {reason.fix}." for reason in Reason if reason.value in reasons
-        ]
+        lines += [reason.in_words for reason in Reason if reason.value in reasons]
         lines += dict.fromkeys(module.note for module in self.modules if module.note)
         return "\n".join(lines)
 
@@ -217,7 +218,7 @@ def _leads_to_ours(module: nn.Module, in_place: patch.ForwardPatch | None) -> bo
 
 def _row(name: str, owner: type, target: Target, made: Decision, *, patched: bool) -> ModuleRoute:
     return ModuleRoute(
-        name=name or "(the model itself)",
+        name=name or ITSELF,
         class_name=f"{owner.__module__}.{owner.__qualname__}",
         op=target.op,
         route=made.route.value,

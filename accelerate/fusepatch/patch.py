@@ -55,11 +55,6 @@ class ForwardPatch:
     switch: Switch
     record: Record
 
-    @property
-    def place(self) -> Place:
-        """What is patched: by this the framework finds the patch again."""
-        return self.owner
-
     def is_in_place(self) -> bool:
         """Whether the class's forward is exactly ours."""
         return vars(self.owner).get("forward") is self.replacement
@@ -108,11 +103,6 @@ class BackendPatch:
     backend: Any
     switch: Switch
     record: Record
-
-    @property
-    def place(self) -> Place:
-        """What is patched: by this the framework finds the patch again."""
-        return self.slot
 
     def is_in_place(self) -> bool:
         """Whether the registry has our backend."""
@@ -182,11 +172,6 @@ def apply(patch: Patch) -> None:
     """Puts the patch in place, where it is not, and turns it on."""
     patch.put()
     patch.switch.off = None
-
-
-def is_in_place(patch: Patch) -> bool:
-    """Whether exactly ours is in place."""
-    return patch.is_in_place()
 
 
 def undo(patch: Patch) -> bool:

@@ -8,7 +8,6 @@ kernel sources: with any other of these its measurements say nothing, and it is 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import weakref
@@ -26,6 +25,7 @@ log = logging.getLogger("fusepatch")
 
 FOLDER = "profiles"
 MOST_TOKENS = 2**40
+"""More than any call has."""
 _BASELINES = ("transformers", "flash-linear-attention", "apache-tvm-ffi")
 """Distributions whose code a measurement depends on, besides those of a self-check."""
 
@@ -154,8 +154,7 @@ WAIT_LIMIT_S = 20.0
 
 def place(wanted: Mapping[str, str]) -> Path:
     """Where the profile for what `wanted` says lies."""
-    name = hashlib.sha256(json.dumps(dict(wanted), sort_keys=True).encode()).hexdigest()[:24]
-    return settings.current().cache_dir / FOLDER / f"{name}.json"
+    return settings.current().cache_dir / FOLDER / f"{disk.name_of(wanted)}.json"
 
 
 def read(wanted: Mapping[str, str]) -> Profile | None:

@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from . import entry, ledger, settings
 
-    was_on = any(target.state in ("patched", "pending") for target in entry.status().targets)
+    was_on = entry.is_on()
     ops = config.getoption("--fusepatch-ops")
     names = None if ops is None else [name.strip() for name in ops.split(",")]
     session = _Session(contextlib.ExitStack(), config.getoption("--fusepatch-require-native"))
@@ -187,15 +187,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _summary(ours: _Session) -> str:
-    from .decline import Route
+    from .report import in_order, most_first
 
     counts = ours.counts
-    routes = ", ".join(f"{route.value} {counts.calls[route.value]}" for route in Route if route.value in counts.calls)
+    routes = ", ".join(f"{route} {counts.calls[route]}" for route in in_order(counts.calls))
     parts = [f"fusepatch: {counts.native()} native calls", routes or ours.off or "no call of a patched class"]
     for what, found in (("declined", counts.declines), ("traced", counts.traces), ("raised", counts.errors)):
         if found:
-            most_first = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-            parts.append(f"{what}: " + ", ".join(f"{reason} {count}" for reason, count in most_first))
+            parts.append(f"{what}: " + ", ".join(f"{reason} {count}" for reason, count in most_first(found)))
     if ours.lost_workers:
         parts.append(f"not counted: {ours.lost_workers} crashed workers")
     return "; ".join(parts)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import catalogue, settings, table
 from .decline import Reason, Route, native_of
-from .patch import Patch, is_in_place
+from .patch import Patch
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,10 @@ class TargetStatus:
 
     def total(self, what: str) -> dict[str, int]:
         """`calls`, `declines`, `traces`, `captured` or `errors`, summed over the classes."""
-        totals: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for each in self.classes:
-            for key, count in getattr(each, what).items():
-                totals[key] = totals.get(key, 0) + count
-        return totals
+            totals.update(getattr(each, what))
+        return dict(totals)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Status:
             if target.state in ("off", "restored"):
                 continue
             calls, declines = target.total("calls"), target.total("declines")
-            text = ", ".join(f"{route} {calls[route]}" for route in _in_order(calls)) or "no calls"
-            why = ", ".join(f"{reason} {count}" for reason, count in _most_first(declines))
+            text = ", ".join(f"{route} {calls[route]}" for route in in_order(calls)) or "no calls"
+            why = ", ".join(f"{reason} {count}" for reason, count in most_first(declines))
             captured = target.total("captured")
             text += f"; captured, {_sites(captured)}" if captured else ""
             errors = sum(target.total("errors").values())
@@ -113,22 +113,13 @@ class Status:
             ],
         )
         lines = [head, overview]
-        called = [
-            (each.name, each.state, each) for target in self.targets for each in target.classes if _anything(each)
-        ]
+        called = [each for target in self.targets for each in target.classes if _anything(each)]
         if called:
             lines += ["", table.render(("class", "state", "calls", "declines", "traced, errors"), map(_row, called))]
         reasons = {reason for target in self.targets for reason in (*target.total("declines"), *target.total("traces"))}
         reasons |= {target.reason for target in self.targets if target.reason is not None}
         if reasons:
-            lines += [
-                "",
-                *(
-                    f"{reason.value}: {reason.meaning}. Fix: {reason.fix}."
-                    for reason in Reason
-                    if reason.value in reasons
-                ),
-            ]
+            lines += ["", *(reason.in_words for reason in Reason if reason.value in reasons)]
         notes = dict.fromkeys(note for target in self.targets for each in target.classes for note in each.notes)
         notes = {**dict.fromkeys(f"{each.name}: {each.note}" for each in self.targets if each.note), **notes}
         lines += ["", *notes] if notes else []
@@ -142,28 +133,29 @@ def _anything(each: ClassStatus) -> bool:
     return bool(each.calls or each.captured or each.traces or each.errors) or each.state in ("wrapped", "left")
 
 
-def _row(entry: tuple[str, str, ClassStatus]) -> tuple[str, ...]:
-    name, state, each = entry
-    calls = ", ".join(f"{route} {each.calls[route]}" for route in _in_order(each.calls))
+def _row(each: ClassStatus) -> tuple[str, ...]:
+    calls = ", ".join(f"{route} {each.calls[route]}" for route in in_order(each.calls))
     if each.captured:
         calls = "; ".join(filter(None, (calls, f"captured, {_sites(each.captured)}")))
-    declines = ", ".join(f"{reason} {count}" for reason, count in _most_first(each.declines))
+    declines = ", ".join(f"{reason} {count}" for reason, count in most_first(each.declines))
     rest = ", ".join(f"{what} {count}" for what, count in (*each.traces.items(), *each.errors.items()))
-    return name.rpartition(".")[2], state, calls or "none", declines or "none", rest or "none"
+    return each.name.rpartition(".")[2], each.state, calls or "none", declines or "none", rest or "none"
 
 
 def _sites(captured: Mapping[str, int]) -> str:
     """`12 sites`, or by route where the library's own code is in a graph too."""
     if Route.ORIGINAL.value in captured:
-        return ", ".join(f"{route} {captured[route]}" for route in _in_order(captured)) + " sites"
+        return ", ".join(f"{route} {captured[route]}" for route in in_order(captured)) + " sites"
     return _plural(sum(captured.values()), "site", "sites")
 
 
-def _in_order(calls: Mapping[str, int]) -> list[str]:
+def in_order(calls: Mapping[str, int]) -> list[str]:
+    """The routes that are counted, fastest first."""
     return [route.value for route in Route if route.value in calls]
 
 
-def _most_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+def most_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The largest count first, and equal ones by name."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
@@ -222,7 +214,7 @@ def _class_status(found: Patch) -> ClassStatus:
             into[made.route.value] = into.get(made.route.value, 0) + count
             if made.reason is not None:
                 declines[made.reason.value] = declines.get(made.reason.value, 0) + count
-    in_place = is_in_place(found)
+    in_place = found.is_in_place()
     if found.switch.off is Reason.RESTORED:
         state = "left" if in_place else "restored"
     else:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from .cli import CommandError, first_line
+from .errors import CommandError, first_line
 
 
 def run_script(

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -119,11 +119,6 @@ def verdict(check: Check, device: torch.device) -> Verdict:
     return found
 
 
-def known(check: Check, device: torch.device) -> bool:
-    """Whether this process has the verdict already, so that asking for it costs nothing."""
-    return (check, device_kind(device)) in _verdicts
-
-
 def forget() -> None:
     """Drops what this process knows; the disk is asked again."""
     _verdicts.clear()
@@ -211,8 +206,7 @@ def sources_hash() -> str:
 
 
 def _place(key: dict[str, str]) -> Path:
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return settings.current().cache_dir / "selfcheck" / f"{name}.json"
+    return settings.current().cache_dir / "selfcheck" / f"{disk.name_of(key)}.json"
 
 
 def _remembered_or_run(check: Check, device: torch.device, kind: str) -> Verdict:
@@ -311,8 +305,3 @@ def judge(code: int | None, output: str, complaints: str, limit_s: float) -> Ver
     was_busy = any(mark.get("seconds", 0.0) > BUSY_S for mark in marks)
     blames_kernel = "kernel" in last and code != -signal.SIGKILL and not was_busy
     return Verdict(Outcome.FAILED if blames_kernel else Outcome.INCONCLUSIVE, how)
-
-
-def to_dict(found: Verdict) -> dict[str, str]:
-    """For reports."""
-    return {**asdict(found), "outcome": found.outcome.value}

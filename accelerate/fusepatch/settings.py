@@ -7,10 +7,11 @@ reads the environment, so that a forward pass and its recomputation always see t
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,8 @@ TABLE: dict[str, EnvVar] = {
             f"{PREFIX}_CACHE_DIR",
             "a directory",
             "~/.cache/fusepatch",
-            "Where compiled kernels, self-check verdicts and profiles are kept.",
+            "Where compiled kernels, self-check verdicts and profiles are kept. Where `XDG_CACHE_HOME` is an absolute "
+            "path, the default is the folder `fusepatch` in it.",
             _directory,
         ),
         EnvVar(
@@ -205,8 +207,8 @@ def _describe_table() -> str:
 def read(environ: Mapping[str, str] | None = None) -> Settings:
     """Parses every `FUSEPATCH*` variable of `environ` (default: the process's).
 
-    An empty value counts as unset. Raises SettingsError, naming every valid variable and its values, for a variable
-    that is not in TABLE or a value it does not take.
+    An empty value counts as unset. Raises SettingsError for a variable that is not in TABLE, naming every valid one and
+    its values, and for a value that a variable does not take, naming those that it does.
     """
     environ = os.environ if environ is None else environ
     given = {name: text for name, text in environ.items() if name == PREFIX or name.startswith(PREFIX + "_")}
@@ -258,3 +260,14 @@ def install(settings: Settings | None) -> None:
     """Puts `settings` in force; None forgets them, so that the next reader reads the environment again."""
     global _current
     _current = settings
+
+
+@contextlib.contextmanager
+def in_force(found: Settings) -> Iterator[Settings]:
+    """With `found` in force; afterwards what was in force before is."""
+    before = installed()
+    install(found)
+    try:
+        yield found
+    finally:
+        install(before)

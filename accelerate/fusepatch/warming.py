@@ -72,18 +72,31 @@ def warmup(model: nn.Module, token_counts: int | Sequence[int]) -> WarmupReport:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"warmup() takes a torch.nn.Module, got {type(model).__name__}")
-    counts = [token_counts] if isinstance(token_counts, int) else list(token_counts)
-    if not counts or any(isinstance(count, bool) or not isinstance(count, int) for count in counts):
-        raise TypeError(f"token_counts must be a whole number or several, got {token_counts!r}")
-    if min(counts) < 1:
-        raise ValueError(f"token_counts must be positive, got {token_counts!r}")
-    rows = [*_warm_modules(model, sorted(set(counts))), *_warm_callers(model, sorted(set(counts)))]
+    counts = sorted(set(check_token_counts(token_counts)))
+    rows = [*_warm_modules(model, counts), *_warm_callers(model, counts)]
     if not rows:
         raise RuntimeError(
             f"nothing that {type(model).__name__} uses is patched: call accelerate() first. "
             "print(fusepatch.explain(model)) says which would be."
         )
     return WarmupReport(tuple(rows))
+
+
+def check_token_counts(given: int | Sequence[int]) -> list[int]:
+    """The numbers of tokens as a list, in the order given.
+
+    Raises TypeError for what is not whole numbers, or none, and ValueError for one below 1.
+    """
+    wanted = f"token_counts must be a positive whole number, or several as in [4096, 8192]; got {given!r}"
+    try:
+        counts = [given] if isinstance(given, int) else list(given)
+    except TypeError:
+        raise TypeError(wanted) from None
+    if not counts or any(isinstance(count, bool) or not isinstance(count, int) for count in counts):
+        raise TypeError(wanted)
+    if min(counts) < 1:
+        raise ValueError(wanted)
+    return counts
 
 
 def _warm_modules(model: nn.Module, counts: Sequence[int]) -> list[Warmed]:

@@ -288,11 +288,11 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], list[str]
         monkeypatch.setattr(selfcheck, "verdict", verdict)
         monkeypatch.setattr(choose, "BACKENDS", (_hopper(), choose.REFERENCE))
         monkeypatch.setattr(backends, "missing", lambda backend: ())
-        choose.forget()
+        choose.TABLE.forget()
         return asked
 
     yield put
-    choose.forget()
+    choose.TABLE.forget()
 
 
 def test_what_was_measured_to_win_is_served(on: Callable[[tuple[int, int]], list[str]]) -> None:

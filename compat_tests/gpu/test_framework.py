@@ -111,7 +111,7 @@ def test_capture_and_replay_with_changed_inputs(reference_backend: None) -> None
 def test_cold_kernel_declines_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     cold = dataclasses.replace(choose.REFERENCE, name="cold", native=True, compiled=lambda problem, tokens: False)
     monkeypatch.setattr(choose, "BACKENDS", (cold,))
-    choose.forget()
+    choose.TABLE.forget()
     mlp = tiny_llama_mlp(torch.bfloat16).cuda()
     x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
     fusepatch.accelerate()
@@ -123,7 +123,7 @@ def test_cold_kernel_declines_under_capture(monkeypatch: pytest.MonkeyPatch) -> 
     assert _declines() == {Reason.CAPTURE_COLD.value: 1}
     assert _calls() == {"fused": 1}
     assert fusepatch.status().targets[0].total("captured") == {Route.ORIGINAL.value: 1}
-    choose.forget()
+    choose.TABLE.forget()
 
 
 def test_a_device_that_is_not_the_current_one(reference_backend: None) -> None:

@@ -157,7 +157,7 @@ def test_a_failed_selfcheck_runs_the_original(monkeypatch: pytest.MonkeyPatch, t
     failed = selfcheck.Verdict(selfcheck.Outcome.FAILED, "planted")
     monkeypatch.setattr(selfcheck, "run", lambda check, device: failed)
     selfcheck.forget()
-    choose.forget()
+    choose.TABLE.forget()
     mlp = tiny_llama_mlp(torch.bfloat16, hidden_size=1024, intermediate_size=16384).cuda()
     x = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16)
     stock = mlp(x)

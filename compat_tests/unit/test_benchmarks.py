@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import os
 import re
 import sys
 import time
@@ -505,6 +506,17 @@ class TestTrials:
         entry = gated_mlp._Entry(FUSEPATCH)
         gated_mlp._make_ready(entry, CASE, [], {}, {}, {("fusepatch", CASE): "not ready within 5 s"})
         assert entry.why_not == "unavailable: not ready within 5 s"
+
+
+def test_tritons_cache_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    where = knobs.cache.dir
+    tuning.keep_one_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == where  # which torch.compile then leaves alone
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    tuning.keep_one_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == "/somewhere"
 
 
 class _Event:

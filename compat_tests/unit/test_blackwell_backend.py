@@ -77,7 +77,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gpu]:
 
 def _begin_anew() -> None:
     settings.install(None)
-    choose.forget()
+    choose.TABLE.forget()
     for cached in (
         blackwell._arch,
         blackwell._ctas,

@@ -40,16 +40,16 @@ def a_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
-    choose.forget()
+    choose.TABLE.forget()
     yield
-    choose.forget()
+    choose.TABLE.forget()
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def put(*backends: Backend) -> None:
         monkeypatch.setattr(choose, "BACKENDS", backends)
-        choose.forget()
+        choose.TABLE.forget()
 
     return put
 
@@ -228,9 +228,6 @@ def test_the_reason_is_that_of_a_backend_made_for_the_gpu(all_installed: Callabl
         ({"width_multiple": 8}, {"hidden": 0}, Reason.SIZE_NOT_ADMITTED),
         ({"width_multiple": 8}, {"inner": 0}, Reason.SIZE_NOT_ADMITTED),
         ({"width_multiple": 16}, {"inner": 96, "hidden": 0, "route": POINTWISE}, None),
-        ({"max_elements": 9 * 192}, {}, None),
-        ({"max_elements": 9 * 192 - 1}, {}, Reason.INDEX_RANGE),
-        ({"max_elements": 9 * 1000 - 1}, {"hidden": 1000}, Reason.INDEX_RANGE),
         ({"compiled": lambda problem, tokens: False}, {}, None),
     ],
 )
@@ -342,7 +339,7 @@ def test_too_few_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         choose, "BACKENDS", tuple(dataclasses.replace(backend, drift=lambda: ()) for backend in choose.BACKENDS)
     )
-    choose.forget()
+    choose.TABLE.forget()
     tokens = 1
     while choose.is_too_few(tokens, CUDA):
         tokens += 1
@@ -416,7 +413,18 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, table: Callable[...,
     monkeypatch.setattr(backends, "KNOWN_LIMIT", 5)
     for inner in range(16, 200, 16):
         assert choose.choose(PLAIN._replace(inner=inner), 9) is NATIVE
-    assert len(choose._TABLE.known) <= 5
+    assert len(choose.TABLE.known) <= 5
+
+
+def test_forgetting_leaves_nothing(table: Callable[..., None]) -> None:
+    table(NATIVE)
+    choose.choose(PLAIN, 9)
+    choose.is_too_few(9, CUDA)
+    choose.admit(NATIVE, PLAIN, 9)
+    kept = (choose.TABLE.known, choose.TABLE.fewest, choose.TABLE.warmed)
+    assert all(kept)
+    choose.TABLE.forget()
+    assert not any(kept)
 
 
 def test_a_direct_call_of_the_op_never_declines(table: Callable[..., None]) -> None:
@@ -430,9 +438,33 @@ def test_a_direct_call_of_the_op_never_declines(table: Callable[..., None]) -> N
 # ------------------------------------------------------------------------------------------------------------ capture
 
 
-def test_grad_mode_does_not_pick_the_route_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_for_one_kind_of_call_is_not_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of one tensor, another width and another device have kernels of their own, and capture must know."""
     pointwise = pytest.importorskip("fusepatch.kernels.gated_mlp.pointwise")
-    monkeypatch.setattr(pointwise, "_compiled", {(torch.bfloat16, "silu", 9)})
-    with torch.no_grad():
-        first = pointwise.is_compiled(torch.bfloat16, "silu", 9)
-    assert pointwise.is_compiled(torch.bfloat16, "silu", 9) == first
+    monkeypatch.setattr(pointwise, "_compiled", set())
+    monkeypatch.setattr(pointwise, "_launch", lambda *given, **flags: None)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    calls = [
+        (device, tokens, inner, packed)
+        for device in (cpu, cuda)
+        for tokens in (1, 10)
+        for inner in (16, 32)
+        for packed in (False, True)
+    ]
+
+    def compiled() -> list[tuple[torch.device, int, int, bool]]:
+        return [
+            (device, tokens, inner, packed)
+            for device, tokens, inner, packed in calls
+            if choose._is_compiled(
+                choose.Problem(Route.POINTWISE, device, torch.float32, 8, inner, "silu", False, packed), tokens
+            )
+        ]
+
+    assert compiled() == []
+    pointwise.act_mul(torch.zeros(2, 5, 16), torch.zeros(2, 5, 16), "silu")
+    assert compiled() == [(cpu, 10, 16, False)]
+    pointwise.act_mul(*torch.zeros(2, 5, 32).chunk(2, dim=-1), "silu")
+    assert compiled() == [(cpu, 10, 16, False), (cpu, 10, 16, True)]
+    pointwise.act_mul(*torch.zeros(1, 64).chunk(2, dim=-1), "silu")
+    assert compiled()[:2] == [(cpu, 1, 32, False), (cpu, 1, 32, True)]

@@ -145,10 +145,13 @@ def test_explain_takes_a_model_of_another_kind(tmp_path: Path, capsys: pytest.Ca
     assert "no module that an op of fusepatch could serve" in capsys.readouterr().out
 
 
-def test_explain_does_not_run_remote_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["explain", "tune"])
+def test_remote_code_is_not_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}')
     (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
-    assert "brings its own code" in check_refused(capsys, "explain", tmp_path)
+    more = () if command == "explain" else ("--tokens", "64", "--device", "cpu")
+    said = check_refused(capsys, command, tmp_path, *more)
+    assert "brings its own code" in said and f"fusepatch.{command}(model" in said
 
 
 @pytest.mark.parametrize(

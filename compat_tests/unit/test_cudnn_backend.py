@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import fusepatch
-from fusepatch import ledger, selfcheck, settings
+from fusepatch import ledger, profiles, selfcheck, settings
 from fusepatch.decline import Reason, Route
 from fusepatch.doctor import kernels
 from fusepatch.doctor.findings import Examination
@@ -168,11 +168,11 @@ def stub(monkeypatch: pytest.MonkeyPatch):
     caches = (ours.drift, ours._cudnn_version)
     for each in caches:
         each.cache_clear()
-    choose.forget()
+    choose.TABLE.forget()
     yield
     for each in caches:
         each.cache_clear()
-    choose.forget()
+    choose.TABLE.forget()
 
 
 def tensors(wanted: tuple[str, ...] = NAMES) -> dict[str, Tensor]:
@@ -338,9 +338,9 @@ def test_warmup_alone_admits_a_number_of_tokens(served: Any) -> None:
 def test_another_stream_is_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = choose.Problem(Route.FUSED, torch.device("cuda", 0), torch.bfloat16, 64, 96, "silu", bias=False)
     choose.admit(CUDNN, problem, 6)
-    assert backends._warm_key(CUDNN, problem, 6) in choose._TABLE.warmed
+    assert backends._warm_key(CUDNN, problem, 6) in choose.TABLE.warmed
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=8))
-    assert backends._warm_key(CUDNN, problem, 6) not in choose._TABLE.warmed
+    assert backends._warm_key(CUDNN, problem, 6) not in choose.TABLE.warmed
 
 
 @pytest.mark.parametrize("wanted", [w for count in range(5) for w in itertools.combinations(NAMES, count)], ids=str)
@@ -404,7 +404,7 @@ def test_compiled_code_never_gets_it(served: Any) -> None:
     problem = choose.Problem(Route.FUSED, torch.device("cpu"), torch.bfloat16, 64, 96, "silu", bias=False)
     assert choose.choose(problem, 6).name == "cudnn"
     with backends.warming():
-        assert choose.choose(problem, backends.MOST_TOKENS).name == "cudnn"
+        assert choose.choose(problem, profiles.MOST_TOKENS).name == "cudnn"
         assert library.serving(problem) is None
 
 

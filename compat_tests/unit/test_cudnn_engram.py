@@ -123,11 +123,11 @@ class Played:
 def fresh(monkeypatch: pytest.MonkeyPatch):
     caches = (cudnn_engram.drift, cudnn_engram.why_no_library)
     monkeypatch.setattr(cudnn_engram, "_plans", {})
-    choose.forget()
+    choose.TABLE.forget()
     for each in caches:
         each.cache_clear()
     yield
-    choose.forget()
+    choose.TABLE.forget()
     for each in caches:
         each.cache_clear()
 
@@ -425,7 +425,7 @@ def test_it_serves_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         found = choose.choose(PROBLEM, 4096, any_size=any_size)
         assert (found if isinstance(found, Reason) else found.name) != "cudnn_engram"
     monkeypatch.setattr(choose, "BACKENDS", (CUDNN, choose.REFERENCE))
-    choose.forget()
+    choose.TABLE.forget()
     assert reason() is Reason.NO_KERNEL
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fusepatch
-from fusepatch.decline import Reason
+from fusepatch.decline import DeclinedError, Reason
 from fusepatch.kernels.backends import Backend
 from fusepatch.kernels.linear_attention import arguments, cudnn_frost, dispatch, reference
 from fusepatch.kernels.linear_attention.gated_delta_rule import choose as gdn_choose
@@ -144,7 +144,8 @@ def test_a_typed_decline_runs_the_librarys_code_and_anything_else_is_raised(
     class NotSupported(Exception):
         pass
 
-    raised: list[Exception] = [NotSupported("no gdn_frost plan for this graph"), RuntimeError("a failed launch")]
+    not_supported = NotSupported("no gdn_frost plan for this graph")
+    raised: list[Exception] = [not_supported, RuntimeError("a failed launch"), not_supported]
 
     def fail(*tensors: Any, **more: Any) -> Any:
         raise raised.pop(0)
@@ -157,6 +158,8 @@ def test_a_typed_decline_runs_the_librarys_code_and_anything_else_is_raised(
     call = {name: t for name, t in given(op, gate=False).items() if name != "initial_state"}
     assert public(**call) == ("the library's", None)
     with pytest.raises(RuntimeError, match="a failed launch"):
+        public(**call)
+    with pytest.raises(DeclinedError, match="because no-kernel: "), fusepatch.accelerated(op, strict=True):
         public(**call)
     (target,) = (each for each in fusepatch.status().targets if each.name == f"{op}/fla")
     assert (target.total("calls"), target.total("declines")) == ({"original": 1}, {"no-kernel": 1})
@@ -190,7 +193,7 @@ def test_the_table_on_blackwell(op: str, wheel: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("fusepatch.selfcheck.verdict", lambda check, device: SimpleNamespace(reason=None))
     for capability, serves in (((10, 0), True), ((10, 3), True), ((9, 0), False), ((12, 0), False)):
-        choose.forget()
+        choose.TABLE.forget()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         found = choose.choose(problem(op, call), 4096, 2)
         if serves:
@@ -198,4 +201,4 @@ def test_the_table_on_blackwell(op: str, wheel: Any, monkeypatch: pytest.MonkeyP
             assert found.name == "cudnn_frost"
         else:
             assert found is Reason.ARCHITECTURE
-    choose.forget()
+    choose.TABLE.forget()

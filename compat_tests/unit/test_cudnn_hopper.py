@@ -256,9 +256,9 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     passed = SimpleNamespace(reason=None)
     monkeypatch.setattr("fusepatch.selfcheck.verdict", lambda check, device: passed)
-    choose.forget()
+    choose.TABLE.forget()
     yield
-    choose.forget()
+    choose.TABLE.forget()
 
 
 def test_the_table_on_hopper(on_hopper: None) -> None:

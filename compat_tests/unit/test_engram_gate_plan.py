@@ -129,13 +129,13 @@ def test_what_no_kernel_serves_is_refused_when_compiled(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(backends, "missing", lambda backend: ())
-    choose.forget()
+    choose.TABLE.forget()
     plan = EngramGatePlan(**{**SIZE, "device": "cuda:0"})
     with pytest.raises(RuntimeError, match="no kernel serves this plan, because architecture"):
         plan.compile()
     with pytest.raises(RuntimeError, match="call compile"):
         forward(plan, tensors())
-    choose.forget()
+    choose.TABLE.forget()
 
 
 def test_a_failed_self_check_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +143,10 @@ def test_a_failed_self_check_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(backends, "missing", lambda backend: ())
     monkeypatch.setattr(selfcheck, "verdict", lambda *a: selfcheck.Verdict(selfcheck.Outcome.FAILED, "wrong"))
-    choose.forget()
+    choose.TABLE.forget()
     with pytest.raises(RuntimeError, match="selfcheck-failed"):
         EngramGatePlan(**{**SIZE, "device": "cuda:0"}).compile()
-    choose.forget()
+    choose.TABLE.forget()
 
 
 def test_compile_comes_first() -> None:

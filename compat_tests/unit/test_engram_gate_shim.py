@@ -365,9 +365,9 @@ def test_widths_that_are_no_multiple_of_8(monkeypatch: pytest.MonkeyPatch) -> No
     picky = dataclasses.replace(choose.REFERENCE, width_multiple=32)
     monkeypatch.setattr(choose, "BACKENDS", (picky,))
     layer = tiny_layer()
-    choose.forget()
+    choose.TABLE.forget()
     check(lambda: infer(layer), ORIGINAL, Reason.ALIGNMENT)
-    choose.forget()
+    choose.TABLE.forget()
 
 
 def in_context(context: Callable[[], Any]) -> Callable[[nn.Module], list[Tensor]]:
@@ -509,12 +509,12 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         if named:
             monkeypatch.setenv("FUSEPATCH_ENGRAM_GATE_BACKEND", "triton")
         fusepatch.settings.install(None)
-        choose.forget()
+        choose.TABLE.forget()
         problem = choose.Problem(torch.device("cuda", 0), dtype, torch.float32, 4, 2048, False, "sign", False)
         return choose.choose(problem, 4096)
 
     yield ask
-    choose.forget()
+    choose.TABLE.forget()
 
 
 def test_nothing_is_admitted_until_it_is_measured(on_a_gpu: Callable[..., Any]) -> None:

@@ -29,11 +29,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fusepatch
 from fusepatch import entry, settings
-from fusepatch.cli import CommandError
 from fusepatch.decline import Reason
+from fusepatch.errors import CommandError
 from fusepatch.kernels.gated_mlp import reference
 from fusepatch.parity_check import bound, command, models, surroundings
-from fusepatch.parity_check.bound import OwnBound, TensorError, TensorName
+from fusepatch.parity_check.bound import TensorError, TensorName
 from fusepatch.parity_check.check import parity
 from fusepatch.parity_check.report import ParityReport, Verdict
 from fusepatch.shims import gated_mlp as shim
@@ -116,15 +116,7 @@ def test_a_gradient_that_is_zero_must_be_zero() -> None:
     ],
 )
 def test_which_bound(name: TensorName, elements: int, expected: bound.Bound) -> None:
-    assert bound.bound_of(name, elements, ("gated_mlp",)) == expected
-
-
-def test_a_bound_of_its_own_is_for_whole_names_and_judged_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = bound.Bound(2.0, 1e-3)
-    monkeypatch.setattr(bound, "OWN_BOUNDS", (OwnBound("gated_mlp", r".*\.A_log", own, "it is summed in bf16"),))
-    assert bound.bound_of(TensorName("gradient", "layers.0.A_log"), 512, ("gated_mlp",)) == own
-    assert bound.bound_of(TensorName("gradient", "layers.0.A_log.x"), 512, ("gated_mlp",)) == bound.STANDARD
-    assert bound.bound_of(TensorName("gradient", "layers.0.A_log"), 512, ("experts",)) == bound.STANDARD
+    assert bound.bound_of(name, elements) == expected
 
 
 @pytest.mark.parametrize(
@@ -757,11 +749,11 @@ def test_a_tensor_that_few_elements_carry_has_a_wider_bound() -> None:
     assert bound.elements_that_carry(spiked) == pytest.approx(4, rel=1e-3)
     assert bound.elements_that_carry(torch.zeros(8)) == 8
     assert bound.elements_that_carry(torch.tensor([1e30, 1e30], dtype=torch.float64)) == pytest.approx(2)
-    assert bound.bound_in_place(name, even, (), 64) == bound.STANDARD
-    wider = bound.bound_in_place(name, spiked, (), 64)
+    assert bound.bound_in_place(name, even, 64) == bound.STANDARD
+    wider = bound.bound_in_place(name, spiked, 64)
     assert (wider.factor, wider.floor) == (pytest.approx(3, rel=1e-3), bound.STANDARD.floor)
-    assert bound.bound_in_place(name, even, (), 63) == bound.SMALL
-    assert bound.bound_in_place(name, spiked[:255], (), 64) == bound.SMALL
+    assert bound.bound_in_place(name, even, 63) == bound.SMALL
+    assert bound.bound_in_place(name, spiked[:255], 64) == bound.SMALL
 
 
 def test_one_stray_gradient_of_many_fails(reference_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:

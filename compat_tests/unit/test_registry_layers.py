@@ -391,6 +391,26 @@ def test_nothing_to_warm() -> None:
         fusepatch.warmup(nn.Linear(2, 2), 5)
 
 
+@pytest.mark.parametrize(
+    ("counts", "error"),
+    [
+        (0, ValueError),
+        ([5, -1], ValueError),
+        ([], TypeError),
+        (True, TypeError),
+        ("5", TypeError),
+        ([1.5], TypeError),
+        (1.5, TypeError),
+        (None, TypeError),
+        (torch.tensor(5), TypeError),
+    ],
+    ids=repr,
+)
+def test_token_counts_of_another_kind(counts: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"token_counts must be a positive whole number, or several.*; got"):
+        fusepatch.warmup(model(), counts)
+
+
 # -------------------------------------------------------------------------------------------------------------- parity
 
 

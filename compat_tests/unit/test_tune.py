@@ -68,7 +68,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def begin_anew() -> None:
     """As a new `accelerate()` does."""
     settings.install(None)
-    choose.forget()
+    choose.TABLE.forget()
 
 
 def keep(*found: tuple[int, str | None], problems: tuple[choose.Problem, ...] = (PLAIN, BETWEEN)) -> Path:
@@ -370,7 +370,7 @@ def test_a_profile_that_is_written_meanwhile_changes_nothing() -> None:
         settings.install(settings.read())
         choose.choose(PLAIN, 1)
     settings.install(in_force)
-    choose.forget()
+    choose.TABLE.forget()
     assert choose.choose(PLAIN, 100) is Reason.SIZE_NOT_ADMITTED
     begin_anew()
     assert choose.choose(PLAIN, 100) is QUICK
@@ -695,7 +695,7 @@ def test_a_dispatch_mode_sees_the_choice_and_status_says_it(rehearsal: dict[str,
                 seen.append(args[-1])
             return function(*args, **(kwargs or {}))
 
-    with fusepatch.accelerated("gated_mlp"), measure._in_force(measure._naming("gated_mlp", "reference/wide")):
+    with fusepatch.accelerated("gated_mlp"), settings.in_force(measure._naming("gated_mlp", "reference/wide")):
         out = mlp_of(model)(torch.ones(4, 64))
         with Mode():
             assert torch.equal(mlp_of(model)(torch.ones(4, 64)), out)
@@ -987,10 +987,12 @@ def test_an_op_that_is_off_is_not_tuned(rehearsal: dict[str, Any], monkeypatch: 
     ("arguments", "error", "says"),
     [
         ((None, 8), TypeError, "takes a torch.nn.Module"),
-        (("model", []), ValueError, "positive whole numbers"),
-        (("model", [0]), ValueError, "positive whole numbers"),
-        (("model", True), ValueError, "positive whole numbers"),
-        (("model", "8"), ValueError, "positive whole numbers"),
+        (("model", []), TypeError, "must be a positive whole number, or several"),
+        (("model", [8, 0]), ValueError, "must be a positive whole number, or several"),
+        (("model", True), TypeError, "must be a positive whole number, or several"),
+        (("model", "8"), TypeError, "must be a positive whole number, or several"),
+        (("model", 1.5), TypeError, "must be a positive whole number, or several"),
+        (("model", None), TypeError, "must be a positive whole number, or several"),
         ((nn.Linear(2, 2), 8), ValueError, "has no module that could be tuned"),
     ],
 )

@@ -25,14 +25,12 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.memory import TmemAllocator
 
-from .tile import WIDTH_K, Tile
+from .tile import ACCUMULATORS, WIDTH_K, Tile
 
 EPILOGUE_WARPS = 4
 MULTIPLY_WARP = 4
 LOAD_WARP = 5
 EPILOGUE_THREADS = 32 * EPILOGUE_WARPS
-ACCUMULATORS = 2
-"""Tiles whose results tensor memory holds: one that the tensor cores fill, one that the epilogue reads."""
 PIECE = 32
 """Columns that a thread of the epilogue works on at a time."""
 

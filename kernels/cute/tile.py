@@ -10,6 +10,8 @@ SHARED_LIMIT = 232448
 """Bytes of shared memory that a block may ask for on SM90, SM100 and SM103."""
 BARRIER_BYTES = 1536
 """Set aside for barriers, constants, and the alignment of buffers to 1024 bytes."""
+ACCUMULATORS = 2
+"""On SM100, tiles whose results tensor memory holds: one that the tensor cores fill, one that the epilogue reads."""
 
 
 @dataclass(frozen=True)

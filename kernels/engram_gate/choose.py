@@ -114,7 +114,7 @@ def _samples(backend: Backend, route: Route, device: torch.device) -> list[Probl
     ]
 
 
-_TABLE: backends.Table[Problem, Backend] = backends.Table(
+TABLE: backends.Table[Problem, Backend] = backends.Table(
     OP,
     lambda: BACKENDS,
     widths=lambda problem: (problem.width,),
@@ -125,7 +125,7 @@ _TABLE: backends.Table[Problem, Backend] = backends.Table(
 
 def choose(problem: Problem, tokens: int, *, any_size: bool = False) -> Backend | Reason:
     """The backend that serves `problem` for this many tokens, or why there is none: backends.choose."""
-    found = backends.choose(_TABLE, problem, tokens, (), any_size)
+    found = backends.choose(TABLE, problem, tokens, (), any_size)
     return found if isinstance(found, Reason) or found.takes(tokens) else Reason.SIZE_NOT_ADMITTED
 
 
@@ -140,9 +140,4 @@ def for_op(problem: Problem, tokens: int) -> Backend:
 
 def survey(device: torch.device) -> tuple[Standing, ...]:
     """What the table says of every backend on `device`; no self-check is run."""
-    return backends.survey(_TABLE, device)
-
-
-def forget() -> None:
-    """Drops what was worked out so far, for tests that change the table of backends."""
-    _TABLE.known.clear()
+    return backends.survey(TABLE, device)

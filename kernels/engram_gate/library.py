@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ... import settings
+from ...profiles import MOST_TOKENS
 from ..autograd import without_autocast
-from ..backends import MOST_TOKENS, Backend, load
+from ..backends import Backend, load
 from . import op
 from .choose import BACKENDS, OP, REFERENCE, WIDTH_MULTIPLE, Problem, choose
 from .op import Call, Needs, Norms

@@ -28,8 +28,8 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_ini
 
 from ..cute import blackwell_gemm, gemm
 from ..cute.activations import MINUS_LOG2E, activate_and_slope, round_to
-from ..cute.blackwell_gemm import ACCUMULATORS, PIECE
-from ..cute.tile import WIDTH_K
+from ..cute.blackwell_gemm import PIECE
+from ..cute.tile import ACCUMULATORS, WIDTH_K
 from .blackwell_configuration import CHUNK, CHUNK_BYTES, ROWS, Backward
 
 _INPUT_WARP = 6

@@ -16,12 +16,10 @@ from typing import ClassVar
 
 import torch
 
-from ..cute.tile import BARRIER_BYTES, SHARED_LIMIT, Tile
+from ..cute.tile import ACCUMULATORS, BARRIER_BYTES, SHARED_LIMIT, Tile
 
 ROWS = 128
 """Of every tile: one lane of tensor memory, and one thread of the epilogue, each."""
-ACCUMULATORS = 2
-"""Tiles whose results tensor memory holds, as blackwell_gemm.py has it."""
 TENSOR_COLUMNS = 512
 """Of tensor memory, of a multiprocessor."""
 CHUNK = 64

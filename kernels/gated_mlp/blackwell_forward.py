@@ -26,8 +26,8 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_ini
 
 from ..cute import blackwell_gemm, gemm
 from ..cute.activations import MINUS_LOG2E, activate, round_to
-from ..cute.blackwell_gemm import ACCUMULATORS, PIECE
-from ..cute.tile import WIDTH_K
+from ..cute.blackwell_gemm import PIECE
+from ..cute.tile import ACCUMULATORS, WIDTH_K
 from .blackwell_configuration import BUFFERS, CHUNK, ROWS, Forward
 
 THREADS = 192

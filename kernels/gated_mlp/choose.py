@@ -33,7 +33,7 @@ class Problem(NamedTuple):
     bias: bool
     """Of gate and up; the pointwise route never sees one."""
     packed: bool = False
-    """Whether the fused route is given gate and up in one weight."""
+    """Whether gate and up are in one weight, and so in one tensor between the projections."""
     down_bias: bool = False
 
 
@@ -57,8 +57,6 @@ class Backend(backends.Backend):
     products: str | None = None
     """The module of the products that follow the backward kernel, where some are faster than cuBLAS's: `dx`,
     `d_weights` and `d_down`, with None in place of a result where they are not."""
-    max_elements: int | None = None
-    """The most elements of one tensor that the kernel can index; None for 64-bit indexing."""
 
 
 def _pointwise_wins(problem: Problem, tokens: int) -> bool:
@@ -133,7 +131,8 @@ def _fewest_compiled(problem: Problem) -> int | None:
 
 def _is_compiled(problem: Problem, tokens: int) -> bool:
     pointwise = importlib.import_module("fusepatch.kernels.gated_mlp.pointwise")
-    return bool(pointwise.is_compiled(problem.dtype, problem.activation, tokens))
+    kind = problem.device, problem.dtype, problem.activation
+    return bool(pointwise.is_compiled(*kind, tokens, problem.inner, problem.packed))
 
 
 def _hopper() -> Any:
@@ -355,7 +354,7 @@ def _samples(backend: Backend, route: Route, device: torch.device) -> list[Probl
     ]
 
 
-_TABLE: backends.Table[Problem, Backend] = backends.Table(
+TABLE: backends.Table[Problem, Backend] = backends.Table(
     OP,
     lambda: BACKENDS,
     choices=lambda: CHOICES,
@@ -368,19 +367,15 @@ _TABLE: backends.Table[Problem, Backend] = backends.Table(
 
 def choose(problem: Problem, tokens: int, *tensors: Tensor, any_size: bool = False) -> Backend | Reason:
     """The backend that serves `problem` for this many tokens, or why there is none: backends.choose."""
-    found = backends.choose(_TABLE, problem, tokens, tensors, any_size)
-    if isinstance(found, Reason):
-        return found
-    if found.whole and not all(tensor.is_contiguous() for tensor in tensors):
+    found = backends.choose(TABLE, problem, tokens, tensors, any_size)
+    if isinstance(found, Backend) and found.whole and not all(tensor.is_contiguous() for tensor in tensors):
         return Reason.STRIDES
-    if found.max_elements is None:
-        return found
-    return Reason.INDEX_RANGE if tokens * max(problem.hidden, 2 * problem.inner) > found.max_elements else found
+    return found
 
 
 def is_too_few(tokens: int, device: torch.device) -> bool:
     """Whether nothing serves so few tokens, whatever the problem: backends.is_too_few."""
-    return backends.is_too_few(_TABLE, tokens, device)
+    return backends.is_too_few(TABLE, tokens, device)
 
 
 def for_op(problem: Problem, tokens: int, *tensors: Tensor) -> Backend:
@@ -391,16 +386,9 @@ def for_op(problem: Problem, tokens: int, *tensors: Tensor) -> Backend:
 
 def admit(backend: Backend, problem: Problem, tokens: int) -> None:
     """Notes that `warmup()` ran this: backends.admit."""
-    backends.admit(_TABLE, backend, problem, tokens)
+    backends.admit(TABLE, backend, problem, tokens)
 
 
 def survey(device: torch.device) -> tuple[Standing, ...]:
     """What the table says of every backend and route on `device`; no self-check is run."""
-    return backends.survey(_TABLE, device)
-
-
-def forget() -> None:
-    """Drops what was worked out so far, for tests that change the table of backends."""
-    _TABLE.known.clear()
-    _TABLE.fewest.clear()
-    _TABLE.warmed.clear()
+    return backends.survey(TABLE, device)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...decline import Reason
+from ...errors import type_and_first_line
 from .. import cudnn_sources
 from ..cudnn_sources import DISTRIBUTION
 
@@ -118,7 +119,7 @@ def _cudnn_version() -> int | None:
     try:
         found = int(importlib.import_module("cudnn").backend_version())
     except Exception as error:  # whatever a broken installation makes it raise
-        log.warning("cuDNN's frontend can't be used: %s: %s", type(error).__name__, error)
+        log.warning("cuDNN's frontend can't be used: %s", type_and_first_line(error))
         return None
     if found < OLDEST_CUDNN:
         log.warning("cuDNN's frontend found cuDNN %d; the backend `cudnn` needs %d", found, OLDEST_CUDNN)

@@ -21,8 +21,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ... import settings
 from ...decline import Reason
+from ...profiles import MOST_TOKENS
 from ..autograd import without_autocast
-from ..backends import MOST_TOKENS, load
+from ..backends import load
 from .choose import OP, REFERENCE, Backend, Problem, choose, labelled
 from .op import down_gradients, gradients, products_of, rows
 

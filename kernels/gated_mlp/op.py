@@ -49,7 +49,7 @@ def gated_mlp(
     `gelu`, `gelu_tanh`. `recompute=True` saves x instead of gate and up, and pays two GEMMs in the backward pass.
 
     Follows `LlamaMLP` of Hugging Face transformers, with one rounding of the product instead of two. Raises
-    ValueError for shapes, dtypes, devices or an activation that do not fit.
+    TypeError for what is no tensor, and ValueError for shapes, dtypes, devices or an activation that do not fit.
     """
     _require("up_weight", up_weight)
     return run_gated_mlp(
@@ -80,7 +80,8 @@ def gated_mlp_packed(
 def act_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     """`act(gate) * up`, rounded once. gate and up [..., I] of one shape, floating dtype and device.
 
-    Saves gate and up. Raises ValueError for shapes, dtypes, devices or an activation that do not fit.
+    Saves gate and up. Raises TypeError for what is no tensor, and ValueError for shapes, dtypes, devices or an
+    activation that do not fit.
     """
     _require("up", up)
     return run_act_mul(None, gate, up, activation)
@@ -415,7 +416,7 @@ def _check_act_mul(gate: Tensor, up: Tensor | None, activation: str) -> Backend:
         raise ValueError(f"gate and up must be [..., I] of one shape, got {_shapes(gate=gate, up=up)}")
     halves = _halves(gate, up)
     inner = halves[0].shape[-1]
-    problem = Problem(Route.POINTWISE, gate.device, gate.dtype, 0, inner, activation, bias=False)
+    problem = Problem(Route.POINTWISE, gate.device, gate.dtype, 0, inner, activation, False, packed=up is None)
     return for_op(problem, gate.shape[:-1].numel(), *halves)
 
 

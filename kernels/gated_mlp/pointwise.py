@@ -92,7 +92,9 @@ def act_mul(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`act(gate) * up`, any equal shapes with unit inner stride; the result is contiguous."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _launch(_forward_kernel, (gate, up), (out,), activation)
-    size = (gate.dtype, activation, gate.shape[:-1].numel())
+    tokens, inner = gate.shape[:-1].numel(), gate.shape[-1]
+    dense = gate.is_contiguous() and up.is_contiguous()
+    size = (gate.device, gate.dtype, activation, tokens, inner, dense)
     if size not in _compiled:
         # Tensors of the same shapes and strides stand in for the gradients.
         flags = {"WANT_GATE": True, "WANT_UP": True}
@@ -112,16 +114,20 @@ def act_mul_backward(
     _launch(_backward_kernel, (dh, gate, up), outputs, activation, **flags)
 
 
-_compiled: set[tuple[torch.dtype, str, int]] = set()
+_compiled: set[tuple[torch.device, torch.dtype, str, int, int, bool]] = set()
+"""Triton compiles for a device, and for what it sees of rows, width and strides, which follow from the last three."""
 
 
-def is_compiled(dtype: torch.dtype, activation: str, tokens: int) -> bool:
+def is_compiled(
+    device: torch.device, dtype: torch.dtype, activation: str, tokens: int, inner: int, packed: bool
+) -> bool:
     """Whether both passes are compiled for this size, so that CUDA-graph capture may launch them.
 
     The first forward pass at a size compiles its backward too: were that left to the first backward pass, a pass
     without gradients and its recomputation under checkpointing could be told different things.
     """
-    return (dtype, activation, tokens) in _compiled
+    dense = not packed or tokens == 1  # halves of one row each
+    return (device, dtype, activation, tokens, inner, dense) in _compiled
 
 
 def _launch(

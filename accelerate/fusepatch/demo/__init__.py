@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cli import CommandError, first_line
+from ..errors import CommandError, first_line
 from .text import PROMPT
 
 __all__ = ["PROMPT", "Options", "run"]

@@ -1,4 +1,4 @@
-"""How the demo talks: numbered headings, indented text, and a spinner where somebody watches."""
+"""How the demo talks: numbered headings, indented text, a spinner where somebody watches, and what was found so far."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 INDENT = "   "
 
@@ -51,6 +55,32 @@ def _spinner(what: str) -> contextlib.AbstractContextManager[object]:
     return spinner
 
 
+@dataclass
+class Shown:
+    """What has been found so far, for the JSON file and the verdict."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def expect(self, held: bool, failure: str) -> str:
+        """`PASS`, or `FAIL` with the failure noted."""
+        if not held:
+            self.failures.append(failure)
+        return "PASS" if held else "FAIL"
+
+    def expect_native(self, calls: int, when: str, expected: int | None = None) -> None:
+        """Says how many calls ran natively. Fewer than expected, or none, is a failure: nothing was shown then."""
+        held = calls > 0 and expected in (None, calls)
+        of = "" if expected is None else f" of {expected}"
+        verdict = self.expect(held, f"{calls}{of} calls ran natively {when}")
+        say(f"{verdict}: {calls}{of} calls ran natively.")
+
+
 def mebibytes(size: int | None) -> str:
     """A number of bytes, to read."""
     return "n/a" if size is None else f"{size / 2**20:.0f} MiB"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`, not `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")

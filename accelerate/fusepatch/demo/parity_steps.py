@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,28 +12,8 @@ from ..parity_check.bound import LEAST_ELEMENTS, ROW, STANDARD, STRAY, WHOLE, Te
 from ..parity_check.check import parity
 from ..parity_check.report import ParityReport, kinds
 from . import control, page, training
+from .page import Shown
 from .weights import Loaded
-
-
-@dataclass
-class Shown:
-    """What has been found so far, for the JSON file and the verdict."""
-
-    figures: dict[str, Any] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-
-    def expect(self, held: bool, failure: str) -> str:
-        """`PASS`, or `FAIL` with the failure noted."""
-        if not held:
-            self.failures.append(failure)
-        return "PASS" if held else "FAIL"
-
-    def expect_native(self, calls: int, when: str, expected: int | None = None) -> None:
-        """Says how many calls ran natively. Fewer than expected, or none, is a failure: nothing was shown then."""
-        held = calls > 0 and expected in (None, calls)
-        of = "" if expected is None else f" of {expected}"
-        verdict = self.expect(held, f"{calls}{of} calls ran natively {when}")
-        page.say(f"{verdict}: {calls}{of} calls ran natively.")
 
 
 def show(shown: Shown, loaded: Loaded, ids: Tensor, names: Sequence[str]) -> None:
@@ -123,8 +102,3 @@ def _control(
 def _tensors_of(model: Any, ids: Tensor) -> dict[str, Tensor]:
     loss, logits = training.run_step(model, ids)
     return {"loss": loss, "logits": logits, **training.gradients(model)}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`, not `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import __version__, entry, table
-from ..cli import CommandError
 from ..decline import Reason, Route
+from ..errors import CommandError
 from ..explanation import Explanation, explain
 from . import may_rehearse, page, parity_steps, rehearsal, training, undo, weights, writing
-from .parity_steps import Shown, dtype_name
+from .page import Shown, dtype_name
 from .text import TRAINING_TEXT
 from .weights import Loaded
 

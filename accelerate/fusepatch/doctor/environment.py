@@ -1,11 +1,10 @@
-"""The settings, and the folder where verdicts are kept."""
+"""The settings, and the folder where compiled kernels, self-check verdicts and profiles are kept."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from .. import settings
@@ -26,17 +25,6 @@ def valid_settings(it: Examination, environ: Mapping[str, str]) -> dict[str, str
             else:
                 valid[name] = text
     return valid
-
-
-@contextlib.contextmanager
-def in_force(found: settings.Settings) -> Iterator[settings.Settings]:
-    """With these settings installed, and those that were before afterwards."""
-    before = settings.installed()
-    settings.install(found)
-    try:
-        yield found
-    finally:
-        settings.install(before)
 
 
 def settings_table(current: settings.Settings, valid: Mapping[str, str]) -> tuple[Setting, ...]:

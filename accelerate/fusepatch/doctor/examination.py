@@ -11,7 +11,7 @@ from .. import importhook, settings
 from . import cuda_libraries
 from .cuda_libraries import Library
 from .diagnosis import Diagnosis, Gpu, Kernel, Version
-from .environment import cache_folder, in_force, settings_table, valid_settings
+from .environment import cache_folder, settings_table, valid_settings
 from .findings import PROBLEM, Examination
 from .gpus import visible_gpus
 from .kernels import all_kernels, judge_checks, what_was_checked
@@ -31,7 +31,7 @@ def examine(
     """
     it = Examination()
     valid = valid_settings(it, os.environ if environ is None else environ)
-    with in_force(settings.read(valid)) as current:
+    with settings.in_force(settings.read(valid)) as current:
         tell("importing the libraries in a child process")
         imported = import_in_child([each.module for each in PACKAGES if importhook.is_installed(each.module)])
         torch = import_torch(it, imported)

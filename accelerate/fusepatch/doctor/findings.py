@@ -1,10 +1,12 @@
-"""What is wrong, and what to do about it. A leaf."""
+"""What is wrong, and what to do about it. A leaf, besides errors.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
+
+from ..errors import type_and_first_line
 
 PROBLEM, WARNING = "problem", "warning"
 
@@ -40,12 +42,6 @@ class Examination:
         try:
             return look()
         except Exception as error:
-            self.add(
-                WARNING, f"can't find out {what}: {first_line(error)}", "please report it, with all of this output"
-            )
+            why = type_and_first_line(error)
+            self.add(WARNING, f"can't find out {what}: {why}", "please report it, with all of this output")
             return otherwise
-
-
-def first_line(error: BaseException) -> str:
-    """The class of an error, and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

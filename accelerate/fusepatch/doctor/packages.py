@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, importhook
+from ..errors import type_and_first_line
 from .child import MARK
 from .diagnosis import Gpu, Version
-from .findings import PROBLEM, WARNING, Examination, first_line
+from .findings import PROBLEM, WARNING, Examination
 
 IMPORT_LIMIT_S = 180.0
 
@@ -154,7 +155,7 @@ def _recorded_version(distribution: str) -> tuple[str | None, str]:
     except importlib.metadata.PackageNotFoundError:
         return None, ""
     except Exception as error:  # whatever a damaged folder makes the standard library raise
-        return None, first_line(error)
+        return None, type_and_first_line(error)
     return version, "" if version else "it names no version"
 
 

@@ -9,6 +9,7 @@ import gc
 import time
 import traceback
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from .. import catalogue, entry
 from ..decline import native_of
+from ..errors import type_and_first_line
 from .bound import TensorName
 from .surroundings import poisoned_memory, random_numbers
 
@@ -201,9 +203,7 @@ def run(model: nn.Module, options: Options, ops: tuple[str, ...], dtype: torch.d
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.synchronize()  # a kernel that failed says so no later than here
     except Exception as error:
-        message = (str(error).strip().splitlines() or [""])[0]
-        kind = type(error).__name__
-        failed = f"{kind}: {message}" if message else kind
+        failed = type_and_first_line(error)
         # Only text is kept: the exception's frames hold the whole model.
         return Result({}, _since(before, ops), time.perf_counter() - start, failed, traceback.format_exc())
     return Result(tensors, _since(before, ops), time.perf_counter() - start)
@@ -294,36 +294,30 @@ def _backward(loss: Tensor | None, outputs: Mapping[str, Tensor], seed: int) -> 
 
 
 def _counts(ops: tuple[str, ...]) -> Counts:
-    calls: dict[str, int] = {}
-    declines: dict[str, int] = {}
-    functions: dict[str, dict[str, int]] = {}
+    calls: Counter[str] = Counter()
+    declines: Counter[str] = Counter()
+    functions: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for target in entry.status().targets:
         op = target.name.partition("/")[0]
         if op not in ops:
             continue
-        _add(declines, target.total("declines"))
+        declines.update(target.total("declines"))
         traced = {route: count for route, count in target.total("traces").items() if native_of({route: count})}
         for found in (target.total("calls"), target.total("captured"), traced):
-            _add(calls, found)
+            calls.update(found)
             if target.name in _FUNCTIONS:
-                _add(functions.setdefault(op, {}), found)
+                functions[op].update(found)
     return Counts(calls, declines, functions)
 
 
 _FUNCTIONS = frozenset(target.name for target in catalogue.REGISTRY_TARGETS)
 
 
-def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
-    for key, count in more.items():
-        total[key] = total.get(key, 0) + count
-
-
 def _since(before: Counts, ops: tuple[str, ...]) -> Counts:
     after = _counts(ops)
 
     def difference(new: Mapping[str, int], old: Mapping[str, int]) -> dict[str, int]:
-        found = {key: count - old.get(key, 0) for key, count in new.items()}
-        return {key: count for key, count in found.items() if count > 0}
+        return dict(Counter(new) - Counter(old))  # `-` keeps what is above zero
 
     functions = {op: difference(calls, before.functions.get(op, {})) for op, calls in after.functions.items()}
     return Counts(

@@ -38,7 +38,9 @@ class Bound:
 
 
 STANDARD = Bound(1.25, 1e-4)
-"""For tensors of at least LEAST_ELEMENTS, of at least LEAST_TOKENS. Over seeds, our rounding stays within 1.20."""
+"""For tensors of at least LEAST_ELEMENTS, of at least LEAST_TOKENS. Over seeds, our rounding stays within 1.20: each
+gradient of the gated MLP comes from one GEMM of tensors that are rounded as the library's.
+"""
 
 WHOLE = Bound(1.5, 1e-4)
 """For the root mean square over these tensors in a whole model. In `benchmarks.parity_noise`, 36 steps of 1 to 30
@@ -82,21 +84,6 @@ STANDARD.
 
 USABLE_ERROR = 0.5
 """An unpatched tensor that is further off measures nothing: its bound would allow a patched tensor of zeros."""
-
-
-@dataclass(frozen=True)
-class OwnBound:
-    """A gradient that is known to be noisier than the rest, and the bound that it has instead."""
-
-    op: str
-    pattern: str
-    """A regular expression that the tensor's whole name matches."""
-    bound: Bound
-    why: str
-
-
-OWN_BOUNDS: tuple[OwnBound, ...] = ()
-"""The gated MLP has none: each of its gradients comes from one GEMM of tensors that are rounded as the library's."""
 
 
 _CHUNK = 2**24
@@ -143,24 +130,21 @@ class TensorError:
         return self.use <= 1
 
 
-def bound_of(tensor: TensorName, elements: int, ops: tuple[str, ...], tokens: int | None = None) -> Bound:
-    """The bound that a tensor of so many tokens is held to, where `ops` are judged; None for enough of them."""
-    for own in OWN_BOUNDS:
-        if own.op in ops and re.fullmatch(own.pattern, tensor.name):
-            return own.bound
+def bound_of(tensor: TensorName, elements: int, tokens: int | None = None) -> Bound:
+    """The bound that a tensor of so many tokens is held to; None for enough of them."""
     if elements >= LEAST_ELEMENTS and (tokens is None or tokens >= LEAST_TOKENS):
         return STANDARD
     return SCALAR if _is_scalar(tensor, elements) else SMALL
 
 
-def bound_in_place(tensor: TensorName, expected: Tensor, ops: tuple[str, ...], tokens: int) -> Bound:
+def bound_in_place(tensor: TensorName, expected: Tensor, tokens: int) -> Bound:
     """The same for what one patched module gave, `expected` being the reference.
 
     Where few elements carry a tensor's size (the massive activations of an attention sink), its error is that of so
     many roundings, and the ratio of two such errors varies by 1 / sqrt(their number). In SmolLM2-135M, on 64 tokens,
     three elements carry the output of layer 1, and the library happens to round them well: a ratio of 1.40.
     """
-    bound = bound_of(tensor, expected.numel(), ops, tokens)
+    bound = bound_of(tensor, expected.numel(), tokens)
     if bound != STANDARD:
         return bound
     carried_by = elements_that_carry(expected)

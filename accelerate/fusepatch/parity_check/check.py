@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import catalogue, entry, ledger, settings
 from ..decline import DeclinedError, Route, native_of
-from ..explanation import Explanation, explain
+from ..explanation import ITSELF, Explanation, explain
 from . import arms, bound, in_place, routing, watching
 from .arms import Batch, Build, Call, Counts, Loss, Options, Result, Source
 from .bound import TensorError, TensorName
@@ -22,7 +22,6 @@ from .in_place import Judged
 from .report import ParityReport, Verdict
 from .surroundings import exact_arithmetic
 
-_ITSELF = "(the model itself)"
 _ALL_OPS = tuple(settings.OPS)
 
 
@@ -180,7 +179,7 @@ def _run_patched(
         found.notes.append("the patched arm did not run: there is nothing to patch")
         return
     result = Result()
-    was_on = any(target.state in ("patched", "pending") for target in entry.status().targets)
+    was_on = entry.is_on()
     # In strict mode the end of the block raises where nothing ran natively: the verdict says so.
     with contextlib.suppress(DeclinedError), entry.accelerated(ops, model=model):
         if not was_on:
@@ -193,7 +192,7 @@ def _run_patched(
     for op, calls in result.counts.functions.items():
         found.notes.append(f"{native_of(calls)} of {sum(calls.values())} calls of the function of {op} ran natively")
     if result.error is None and result.counts.native:
-        found.in_place = in_place.judge(model, seen, names)
+        found.in_place = in_place.judge(model, seen)
         found.notes += found.in_place.notes
 
 
@@ -209,7 +208,7 @@ def _routed(found: _Found, arm: str) -> Iterator[None]:
 def _served(model: nn.Module, names: tuple[str, ...]) -> list[str]:
     """The modules that these ops could serve; "" is the model itself."""
     rows = explain(model).modules
-    return ["" if row.name == _ITSELF else row.name for row in rows if row.op in names]
+    return ["" if row.name == ITSELF else row.name for row in rows if row.op in names]
 
 
 def _compare(result: Result, found: _Found) -> dict[TensorName, float]:
@@ -235,7 +234,7 @@ def _expect(model: nn.Module, names: tuple[str, ...], found: _Found) -> None:
     found.native_expected = 0
     for call in found.calls:
         rows = explained[call.tokens].modules
-        row = next((row for row in rows if row.name == (call.module or _ITSELF)), None)
+        row = next((row for row in rows if row.name == (call.module or ITSELF)), None)
         if row is None or row.op not in names:
             continue
         if row.route != Route.ORIGINAL.value:
@@ -277,7 +276,7 @@ def _listed(names: list[TensorName]) -> str:
 
 
 def _report(found: _Found, names: tuple[str, ...], seed: int) -> ParityReport:
-    errors = _errors(found, names)
+    errors = _errors(found)
     large = [error for error in errors if error.bound == bound.STANDARD]
     whole = bound.together(found.model, large) if large else None
     errors = bound.in_a_whole_model(errors)
@@ -313,7 +312,7 @@ def _report(found: _Found, names: tuple[str, ...], seed: int) -> ParityReport:
     )
 
 
-def _errors(found: _Found, names: tuple[str, ...]) -> list[TensorError]:
+def _errors(found: _Found) -> list[TensorError]:
     if not found.off_patched:
         return []
     every = dict.fromkeys((*found.off_unpatched, *found.off_patched))
@@ -327,7 +326,7 @@ def _errors(found: _Found, names: tuple[str, ...]) -> list[TensorError]:
             found.sizes[name],
             found.off_unpatched.get(name, 0.0),
             found.off_patched.get(name, math.inf),
-            bound.bound_of(name, found.sizes[name], names, tokens),
+            bound.bound_of(name, found.sizes[name], tokens),
         )
         for name in every
     ]

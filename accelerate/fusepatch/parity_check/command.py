@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..cli import CommandError, positive_number, torch_device
-
-if TYPE_CHECKING:
-    pass
+from ..cli import positive_number, torch_device
+from ..errors import CommandError
 
 CONFIG_NAMES = ("llama", "qwen3", "gemma3", "phi3", "fla-transformer", "fla-gdn", "fla-kda")
 """The built-in models; a test compares it with `models.CONFIGS`, which takes torch to import."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import entry
+from ..errors import type_and_first_line
 from . import arms, bound
 from .bound import TensorError, TensorName
 from .surroundings import exact_arithmetic, random_numbers
@@ -35,7 +36,7 @@ class Judged:
 # ----------------------------------------------------------------------------------------------------------- judging
 
 
-def judge(model: nn.Module, seen: dict[str, list[Seen]], ops: tuple[str, ...]) -> Judged:
+def judge(model: nn.Module, seen: dict[str, list[Seen]]) -> Judged:
     """The errors of what was seen in `model`, whose gradients are still those of that pass."""
     shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     dtype = arms.reference_dtype(model)
@@ -61,7 +62,7 @@ def judge(model: nn.Module, seen: dict[str, list[Seen]], ops: tuple[str, ...]) -
                 assert not isinstance(reference, str)
                 assert not isinstance(library, str)
                 gave = _gave(_module(model, name), call, seen[name], shared)
-                found = _errors(title, call, gave, library, reference, ops)
+                found = _errors(title, call, gave, library, reference)
                 usable = [error for error in found if error.unpatched <= bound.USABLE_ERROR]
                 if len(usable) < len(found):
                     notes.append(f"{title} is not judged alone: run again, the library itself gives something else")
@@ -99,7 +100,7 @@ def _replay(
         # A copy: hooks on the model's own weights would change their gradients.
         module = copy.deepcopy(_module(model, name))
     except Exception as error:
-        return [_first_line(error)] * len(calls)
+        return [type_and_first_line(error)] * len(calls)
     if dtype is not None:
         arms.widen(module)
     for call in calls:
@@ -110,7 +111,7 @@ def _replay(
         try:
             given = _run(module, call if dtype is None else replace(call, autocast=None), dtype)
         except Exception as error:  # the library's: told in a note
-            found.append(_first_line(error))
+            found.append(type_and_first_line(error))
         else:
             found.append({what: None if tensor is None else tensor.cpu() for what, tensor in given.items()})
     return found
@@ -124,10 +125,6 @@ def _why_not_again(call: Seen) -> str | None:
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:
@@ -181,7 +178,6 @@ def _errors(
     gave: dict[str, Tensor | None],
     library: dict[str, Tensor | None],
     reference: dict[str, Tensor | None],
-    ops: tuple[str, ...],
 ) -> list[TensorError]:
     errors = []
     for what, actual in gave.items():
@@ -193,7 +189,7 @@ def _errors(
         assert size is not None
         stock = library.get(what)
         off_stock, off_ours = _error(name, stock, expected), _error(name, actual, expected)
-        held_to = bound.bound_in_place(name, size, ops, call.tokens)
+        held_to = bound.bound_in_place(name, size, call.tokens)
         errors.append(TensorError(*name, size.numel(), off_stock, off_ours, held_to))
         if expected is None or stock is None or actual is None or size.dim() < 2 or held_to == bound.SMALL:
             continue

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cli import CommandError, first_line
+from ..errors import CommandError, first_line
 from .arms import Build
 from .surroundings import attention_in_fla, untuned_fla
 

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_OWNERS = (torch, torch.Tensor)
-
 
 @dataclass
 class Choices:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from typing import Any
 
-from ..cli import CommandError, first_line, positive_number, torch_device
+from ..cli import positive_number, torch_device
+from ..errors import CommandError, first_line
 
 DESCRIPTION = """\
 Builds a model from its configuration, without weights, and measures on this machine's GPU which backend is fastest for
@@ -49,12 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gguf", metavar="FILE", help="the GGUF file in MODEL to read the configuration from")
 
 
-def main(options: argparse.Namespace, build: Callable[[str, str | None], Any]) -> int:
-    """Runs the command on the model that `build` makes of the name given; returns its exit code.
-
-    Raises CommandError for what it can't do.
-    """
+def main(options: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code. Raises CommandError for what it can't do."""
     from .. import settings
+    from ..model_on_meta import model_on_meta
 
     try:
         settings.read()
@@ -63,7 +60,7 @@ def main(options: argparse.Namespace, build: Callable[[str, str | None], Any]) -
     import torch
 
     device = torch_device(options.device)
-    model = build(options.model, options.gguf)
+    model = model_on_meta(options.model, options.gguf, "fusepatch.tune(model, token_counts)")
 
     from .tune import tune
 

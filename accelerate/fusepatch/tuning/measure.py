@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import catalogue, entry, ledger, profiles, settings
 from ..decline import DeclinedError, Reason, Route
+from ..errors import type_and_first_line
 from ..profiles import Measured
 from . import timing
 
@@ -145,7 +146,7 @@ def _arms(
     for label in labels:
         forced = _naming(case.target.op, label)
         try:
-            with _in_force(forced), profiles.asked() as asked:
+            with settings.in_force(forced), profiles.asked() as asked:
                 made = case.target.shim.warm(module, catalogue.forward_of(case.owner), case.tokens)
             problems += asked
             if made.route is Route.ORIGINAL:
@@ -157,7 +158,7 @@ def _arms(
             timing.settle(device)
         except Exception as error:
             timing.settle(device)  # raises where the device is lost, and nothing can be measured any more
-            why_not[label] = _said(error)
+            why_not[label] = type_and_first_line(error)
             continue
         arms[label] = ours
     return arms, why_not
@@ -196,7 +197,7 @@ def _copied(case: Case, device: torch.device) -> nn.Module:
     except (UnmeasurableError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise UnmeasurableError(f"it can't be copied: {_said(error)}") from error
+        raise UnmeasurableError(f"it can't be copied: {type_and_first_line(error)}") from error
     return module.train()
 
 
@@ -221,12 +222,8 @@ def _call(module: nn.Module, x: Tensor | None, mode: str) -> Callable[[], object
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise UnmeasurableError(f"the library's own code fails: {_said(error)}") from error
+        raise UnmeasurableError(f"the library's own code fails: {type_and_first_line(error)}") from error
     return call
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the arms
@@ -238,19 +235,9 @@ def _naming(op: str, backend: str) -> settings.Settings:
     return dataclasses.replace(current, strict=False, ops={**current.ops, op: choice})
 
 
-@contextlib.contextmanager
-def _in_force(choice: settings.Settings) -> Iterator[None]:
-    before = settings.installed()
-    settings.install(choice)
-    try:
-        yield
-    finally:
-        settings.install(before)
-
-
 def _with(call: Callable[[], object], choice: settings.Settings) -> Callable[[], object]:
     def run() -> object:
-        with _in_force(choice):
+        with settings.in_force(choice):
             return call()
 
     return run

@@ -15,6 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .. import entry, profiles, selfcheck, settings, table
 from ..profiles import Measured
+from ..warming import check_token_counts
 from .measure import MODES, TRANSIENT, Case, UnmeasurableError, cases_of, measure
 
 
@@ -88,11 +89,9 @@ def tune(
     Raises TypeError or ValueError for arguments of another kind or a model without a module that could be served, and
     RuntimeError while `accelerate()` is on, inside `disabled()`, and where global module hooks are set.
     """
-    counts = [token_counts] if isinstance(token_counts, int) else list(token_counts)
     if not isinstance(model, nn.Module):
         raise TypeError(f"tune() takes a torch.nn.Module, got {type(model).__name__}")
-    if not counts or any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
-        raise ValueError(f"token_counts must be positive whole numbers, got {token_counts!r}")
+    counts = check_token_counts(token_counts)
     if not modes or not set(modes) <= set(MODES) or len(set(modes)) != len(modes):
         raise ValueError(f"modes must be some of {', '.join(MODES)}, got {modes!r}")
     if entry.is_on():

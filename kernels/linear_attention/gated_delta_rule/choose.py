@@ -18,12 +18,12 @@ OP = "gated_delta_rule"
 REFERENCE = table.REFERENCE
 BACKENDS: tuple[Backend, ...] = (table.frost(OP), REFERENCE)
 _CALL = Call(128**-0.5, l2norm=True, gate="softplus", beta_sigmoid=True)
-_TABLE = table.table_of(OP, lambda: BACKENDS, _CALL)
+TABLE = table.table_of(OP, lambda: BACKENDS, _CALL)
 
 
 def choose(problem: Problem, tokens: int, sequences: int, *, any_size: bool = False) -> Backend | Reason:
     """The backend that serves `problem` for this many tokens and sequences, or why there is none."""
-    return table.choose(_TABLE, problem, tokens, sequences, any_size)
+    return table.choose(TABLE, problem, tokens, sequences, any_size)
 
 
 def sample(device: torch.device, dtype: torch.dtype) -> Problem:
@@ -33,9 +33,4 @@ def sample(device: torch.device, dtype: torch.dtype) -> Problem:
 
 def survey(device: torch.device) -> tuple[Standing, ...]:
     """What the table says of every backend on `device`; no self-check is run."""
-    return backends.survey(_TABLE, device)
-
-
-def forget() -> None:
-    """Drops what was worked out so far, for tests that change the table of backends."""
-    _TABLE.known.clear()
+    return backends.survey(TABLE, device)

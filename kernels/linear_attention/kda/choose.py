@@ -38,12 +38,12 @@ BACKENDS: tuple[Backend, ...] = (
 """In order of preference where none is named."""
 
 _CALL = Call(128**-0.5, l2norm=True, gate="bounded", lower_bound=-5.0, beta_sigmoid=True, safe_gate=True)
-_TABLE = table.table_of(OP, lambda: BACKENDS, _CALL)
+TABLE = table.table_of(OP, lambda: BACKENDS, _CALL)
 
 
 def choose(problem: Problem, tokens: int, sequences: int, *, any_size: bool = False) -> Backend | Reason:
     """The backend that serves `problem` for this many tokens and sequences, or why there is none."""
-    return table.choose(_TABLE, problem, tokens, sequences, any_size)
+    return table.choose(TABLE, problem, tokens, sequences, any_size)
 
 
 def sample(device: torch.device, dtype: torch.dtype) -> Problem:
@@ -53,9 +53,4 @@ def sample(device: torch.device, dtype: torch.dtype) -> Problem:
 
 def survey(device: torch.device) -> tuple[Standing, ...]:
     """What the table says of every backend on `device`; no self-check is run."""
-    return backends.survey(_TABLE, device)
-
-
-def forget() -> None:
-    """Drops what was worked out so far, for tests that change the table of backends."""
-    _TABLE.known.clear()
+    return backends.survey(TABLE, device)
