@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fusepatch
 from fusepatch.decline import Reason, Route
 from fusepatch.kernels.gated_mlp import choose
+from fusepatch.parity_check import models
 from support import is_within_parity, relative_error, tiny_llama, tiny_llama_mlp
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +54,34 @@ def _step(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     out = model(ids, labels=ids)
     out.loss.backward()
     return {"logits": out.logits.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("config", ["fla-transformer", "fla-gdn"])
+def test_models_of_fla_break_no_more_graphs_than_unpatched(reference_backend: None, config: str) -> None:
+    """FLA's own wrappers break graphs. The kernels stay in those that hold its MLPs."""
+    pytest.importorskip("fla")
+    with models.surroundings(config):
+        model = models.built_in(config, 2, torch.bfloat16, torch.device("cuda")).build()
+        ids = torch.randint(0, 128, (1, 64), device="cuda")
+
+        def graphs_and_breaks() -> tuple[int, int]:
+            graphs: list[torch.fx.GraphModule] = []
+
+            def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+                graphs.append(graph)
+                return graph.forward
+
+            torch.compiler.reset()
+            torch._dynamo.utils.counters.clear()
+            torch.compile(model, backend=backend)(ids, use_cache=False)
+            return len(graphs), sum(torch._dynamo.utils.counters["graph_break"].values())
+
+        stock = graphs_and_breaks()
+        fusepatch.accelerate("gated_mlp")
+        patched = graphs_and_breaks()
+    assert patched[0] <= stock[0] and patched[1] <= stock[1], (stock, patched)
+    (target,) = [each for each in fusepatch.status().targets if each.name == "gated_mlp/fla"]
+    assert target.total("traces") == {"fused": 2}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
