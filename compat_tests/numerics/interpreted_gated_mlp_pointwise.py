@@ -88,8 +88,9 @@ def test_extreme_values_are_those_of_pytorch(activation: str) -> None:
 
 def test_compiled_means_that_this_size_ran() -> None:
     gate = torch.randn(11, 8)
-    assert not pointwise.is_compiled(torch.float32, "silu", 11)
+    size = {"device": gate.device, "dtype": gate.dtype, "activation": "silu", "tokens": 11, "inner": 8, "packed": False}
+    assert not pointwise.is_compiled(**size)
     pointwise.act_mul(gate, gate, "silu")
-    assert pointwise.is_compiled(torch.float32, "silu", 11)
-    assert not pointwise.is_compiled(torch.float32, "gelu", 11)
-    assert not pointwise.is_compiled(torch.float32, "silu", 12)
+    assert pointwise.is_compiled(**size)
+    for other in ({"activation": "gelu"}, {"tokens": 12}, {"inner": 16}, {"packed": True}):
+        assert not pointwise.is_compiled(**{**size, **other})
