@@ -87,10 +87,15 @@ def parse_shapes(words: list[str]) -> list[Shape]:
 
 
 def _parse_shape(word: str) -> Shape:
+    return Shape(*three_sizes(word, f"is neither all, {', '.join(GROUPS)} nor M,H,I such as 8192,2048,8192"))
+
+
+def three_sizes(word: str, else_it: str) -> tuple[int, int, int]:
+    """Three positive numbers with commas between them. Raises ValueError for anything else: `word` and `else_it`."""
     try:
-        tokens, hidden, inner = (int(part) for part in word.split(","))
+        first, second, third = (int(part) for part in word.split(","))
     except ValueError:
-        raise ValueError(f"{word!r} is neither all, {', '.join(GROUPS)} nor M,H,I such as 8192,2048,8192") from None
-    if min(tokens, hidden, inner) < 1:
+        raise ValueError(f"{word!r} {else_it}") from None
+    if min(first, second, third) < 1:
         raise ValueError(f"{word!r} has a size below 1")
-    return Shape(tokens, hidden, inner)
+    return first, second, third

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from fusepatch.kernels.linear_attention import arguments, reference
 
+from .cases import three_sizes
+
 WIDTH = 128
 SCOPES = ("op", "layer")
 _CHECKED_TOKENS = 256
@@ -37,13 +39,7 @@ class Shape:
 
 def parse_shape(word: str) -> Shape:
     """`B,T,H`. Raises ValueError for anything else."""
-    try:
-        batch, tokens, heads = (int(part) for part in word.split(","))
-    except ValueError:
-        raise ValueError(f"{word!r} is not B,T,H such as 4,2048,16") from None
-    if min(batch, tokens, heads) < 1:
-        raise ValueError(f"{word!r} has a size below 1")
-    return Shape(batch, tokens, heads)
+    return Shape(*three_sizes(word, "is not B,T,H such as 4,2048,16"))
 
 
 SHAPES = (Shape(1, 8192, 32), Shape(4, 2048, 16))

@@ -58,7 +58,7 @@ def run_model(model: Model, save_to: Path | None, seconds: float = 540.0) -> lis
         case = f"kda_lm_{model.layers}_layers_H{model.hidden}_B{model.batch}_T{model.tokens}"
         for metric, unit, samples in (("first_step", "s", [told["first_s"]]), ("time", "ms", told["step_ms"])):
             found.append(
-                Figure(BENCHMARK, case, "train", arm.name, metric, unit, *results.quantiles(samples), len(samples))
+                Figure(BENCHMARK, case, "train", arm.name, metric, unit, *results.summary(samples), len(samples))
             )
     if save_to is not None and found:
         results.append(found, save_to)

@@ -18,7 +18,7 @@ def keep_one_cache() -> None:
     """Keeps Triton's kernels on disk where they are by default, in this process and in those that it starts.
 
     torch.compile moves that folder with the first kernel of its own, after which all that the trials compiled would be
-    compiled again: a minute for FLA's 60 candidates of one size.
+    compiled again.
     """
     if importlib.util.find_spec("triton") is not None:
         os.environ.setdefault("TRITON_CACHE_DIR", importlib.import_module("triton.knobs").cache.dir)

@@ -180,6 +180,17 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+def compiled_and_run(model: nn.Module, x: Tensor, when: str) -> tuple[Any, Graphs]:
+    """The patched model, compiled; unless what comes next is to come `before`, it has run, with the kernel."""
+    fusepatch.accelerate()
+    graphs = Graphs()
+    patched = compiled(model, graphs)
+    if when != "before":
+        patched(x)
+        assert graphs.count("gated_mlp") == 1
+    return patched, graphs
+
+
 @pytest.mark.parametrize(
     ("when", "change"),
     [
@@ -190,12 +201,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 )
 def test_what_does_not_fit_gets_the_librarys_code(when: str, change: str) -> None:
     model, x = tiny_llama_mlp(), torch.randn(3, 64)
-    fusepatch.accelerate()
-    graphs = Graphs()
-    patched = compiled(model, graphs)
-    if when != "before":
-        patched(x)
-        assert graphs.count("gated_mlp") == 1
+    patched, graphs = compiled_and_run(model, x, when)
     CHANGES[change](model)
     found = patched(x)
     assert "fusepatch.gated_mlp.default" not in graphs.forward[-1]
@@ -206,12 +212,7 @@ def test_what_does_not_fit_gets_the_librarys_code(when: str, change: str) -> Non
 @pytest.mark.parametrize("when", ["before", "after the first call"])
 def test_where_linear_layers_compute_something_else(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     model, x = tiny_llama_mlp(), torch.randn(3, 64)
-    fusepatch.accelerate()
-    graphs = Graphs()
-    patched = compiled(model, graphs)
-    if when != "before":
-        patched(x)
-        assert graphs.count("gated_mlp") == 1
+    patched, graphs = compiled_and_run(model, x, when)
     genuine = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * genuine(self, x))
     found = patched(x)
