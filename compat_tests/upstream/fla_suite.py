@@ -3,7 +3,7 @@
     PYTHONPATH=accelerate:compat_tests python -m upstream.fla_suite FOLDER [FILE ...] [--require-native] [--workers N]
 
 FOLDER holds FLA's `tests/`, which are on GitHub only (github.com/fla-org/flash-linear-attention) and need a GPU. The
-backend is that of the environment (FUSEPATCH_GATED_MLP_BACKEND). Exits with 1 where a test ends differently, where
+backends are those of the environment (FUSEPATCH_GATED_MLP_BACKEND; FUSEPATCH_KDA=1 with FUSEPATCH_KDA_BACKEND). Exits with 1 where a test ends differently, where
 none passed, and, with --require-native, where no call ran natively.
 """
 
@@ -30,8 +30,11 @@ FILES = (
     "tests/models/test_modeling_retnet.py",
     "tests/models/test_modeling_forgetting_transformer.py",
     "tests/layers/test_gated_deltanet.py",
+    "tests/ops/test_kda.py",
+    "tests/ops/test_gdn.py",
 )
-"""Models whose layers hold a GatedMLP, of several kinds of attention. `tests/models/test_modeling_*.py` is all."""
+"""Models whose layers hold a GatedMLP, of several kinds of attention (`tests/models/test_modeling_*.py` is all of
+them), and the linear-attention ops that we have backends for."""
 
 
 def compare(folder: Path, files: Sequence[str], *, require_native: bool, workers: int) -> int:
@@ -74,12 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m upstream.fla_suite", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", type=Path, help="the folder that holds FLA's tests/")
-    parser.add_argument("files", nargs="*", default=FILES, help="files of it, as tests/models/test_modeling_gla.py")
+    parser.add_argument(
+        "files", nargs="*", default=FILES, help="files of it, or file::test, as tests/ops/test_kda.py::test_chunk"
+    )
     parser.add_argument("--require-native", action="store_true", help="exit with 1 where no call ran natively")
     parser.add_argument("--workers", type=int, default=0, help="processes of pytest-xdist, which share the GPU")
     given = parser.parse_args(arguments)
     folder: Path = given.folder.resolve()
-    files = [name for name in given.files if (folder / name).exists()]
+    files = [name for name in given.files if (folder / name.split("::")[0]).exists()]
     for name in given.files:
         if name not in files:
             print(f"not there: {name}")
