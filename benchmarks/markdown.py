@@ -10,6 +10,7 @@ from .results import Row
 
 _TITLES = {
     "train": "Forward + backward",
+    "train_graph": "Forward + backward, in a CUDA graph",
     "forward": "Forward, no gradients",
     "backward": "Backward",
     "host": "Host time",

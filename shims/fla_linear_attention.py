@@ -271,18 +271,17 @@ def _call_of(module: nn.Module, tokens: int) -> tuple[Request, Backend, bool] | 
 
 _IGNORED = frozenset({"disable_recompute", "cu_seqlens_cpu", "output_final_state"})
 """What changes no result: how much FLA keeps for its backward pass, a copy on the host; and what is asked later."""
-_OPTIONS = frozenset(
-    {
-        "return_intermediate_states",
-        "cp_context",
-        "use_graph",
-        "max_num_seqs",
-        "chunk_indices",
-        "chunk_size",
-        "transpose_state_layout",
-    }
-)
-"""What no kernel of ours does, wherever it is not None or False."""
+_OPTIONS: Mapping[str, tuple[object, ...]] = {
+    "return_intermediate_states": (None, False),
+    "cp_context": (None,),
+    "use_graph": (None, False),
+    "max_num_seqs": (None,),
+    "chunk_indices": (None,),
+    "chunk_size": (64,),
+    "transpose_state_layout": (),
+}
+"""What no kernel of ours does, and the values that ask for nothing. FLA refuses a `chunk_size` of None, and says that
+`transpose_state_layout` is deprecated whatever it is."""
 _READ = frozenset(inspect.signature(arguments.read).parameters) - {"per_channel"}
 _TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
 
@@ -322,10 +321,10 @@ def _why_not_call(given: Mapping[str, Any]) -> Reason | None:
         tensor = given.get(name)
         if tensor is not None and type(tensor) not in (Tensor, nn.Parameter):
             return guard.why_not_plain_call(tensor) if isinstance(tensor, Tensor) else Reason.UNKNOWN_ARGUMENT
-    for name in given.keys() & _OPTIONS:
-        if given[name] is not None and given[name] is not False:
+    for name, harmless in _OPTIONS.items():
+        if name in given and not any(type(given[name]) is type(value) and given[name] == value for value in harmless):
             return Reason.OPTION
-    return Reason.UNKNOWN_ARGUMENT if given.keys() - _READ - _OPTIONS - _IGNORED else None
+    return Reason.UNKNOWN_ARGUMENT if given.keys() - _READ - _OPTIONS.keys() - _IGNORED else None
 
 
 def _make_backend(base: type[Any], function: _Function, public: Any, switch: Switch, record: Record) -> Any:

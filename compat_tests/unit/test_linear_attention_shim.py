@@ -338,8 +338,22 @@ def test_options(op: str, option: str, library: Library) -> None:
 def test_options_at_their_defaults_do_not_decline(op: str) -> None:
     fusepatch.accelerate(op)
     unset = {name: False if isinstance(value, bool) else None for name, value in OPTIONS.items()}
-    FUNCTIONS[op](**tensors(op), **unset, cu_seqlens_cpu=None)
+    del unset["transpose_state_layout"]
+    FUNCTIONS[op](**tensors(op), **unset | {"chunk_size": 64}, cu_seqlens_cpu=None)
     assert counted(op) == ({"fused": 1}, {})
+
+
+@BOTH
+@pytest.mark.parametrize("size", [None, False, 0, 64.0, torch.tensor([64, 64])])
+@provokes(Reason.OPTION)
+def test_chunk_sizes_that_are_not_64(op: str, size: object, library: Library) -> None:
+    check(op, library, Reason.OPTION, lambda: FUNCTIONS[op](**tensors(op), chunk_size=size))
+
+
+@BOTH
+@provokes(Reason.OPTION)
+def test_what_the_library_says_is_deprecated_is_left_to_it(op: str, library: Library) -> None:
+    check(op, library, Reason.OPTION, lambda: FUNCTIONS[op](**tensors(op), transpose_state_layout=False))
 
 
 @pytest.mark.parametrize("bound", [None, -6.0, 0.5])

@@ -3,8 +3,8 @@
     PYTHONPATH=accelerate:compat_tests python -m upstream.fla_suite FOLDER [FILE ...] [--require-native] [--workers N]
 
 FOLDER holds FLA's `tests/`, which are on GitHub only (github.com/fla-org/flash-linear-attention) and need a GPU. The
-backends are those of the environment (FUSEPATCH_GATED_MLP_BACKEND; FUSEPATCH_KDA=1 with FUSEPATCH_KDA_BACKEND). Exits with 1 where a test ends differently, where
-none passed, and, with --require-native, where no call ran natively.
+backends are those of the environment (FUSEPATCH_GATED_MLP_BACKEND; FUSEPATCH_KDA=1 with FUSEPATCH_KDA_BACKEND). Exits
+with 1 where a test ends differently, where none passed, and, with --require-native, where no call ran natively.
 """
 
 from __future__ import annotations
