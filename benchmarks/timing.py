@@ -79,12 +79,14 @@ def measure_host(steps: Mapping[str, Step], limits: Limits, on_gpu: bool, failed
     settle = torch.cuda.synchronize if on_gpu else _nothing
 
     def batch(step: Step, calls: int, number: int) -> float:
-        return _cpu_batch(step, calls, number, settle, warm=2)
+        return _cpu_batch(step, calls, number, settle, warm=_HOST_WARM)
 
     return _rounds(steps, dict.fromkeys(_warm(steps, batch, failed), _HOST_CALLS), limits, failed, batch)
 
 
-_HOST_CALLS = 10
+_HOST_CALLS = _HOST_WARM = 50
+"""Entering a context of ours patches classes, whereupon Python forgets what it had specialised, and learns it again over
+some tens of calls. A model is patched once."""
 
 
 _Batch = Callable[[Step, int, int], float]
@@ -148,7 +150,7 @@ def _gpu_batch(step: Step, calls: int, number: int, filler_ms: float = 0.0) -> f
 
 
 def _cpu_batch(step: Step, calls: int, number: int, settle: Callable[[], None] = _nothing, warm: int = 0) -> float:
-    """With `warm` calls before it that do not count: entering the context leaves the processor's caches cold."""
+    """With `warm` calls before it that do not count."""
     total = 0.0
     with step.context():
         for call in range(-warm, calls):
