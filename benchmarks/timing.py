@@ -85,8 +85,8 @@ def measure_host(steps: Mapping[str, Step], limits: Limits, on_gpu: bool, failed
 
 
 _HOST_CALLS = _HOST_WARM = 50
-"""Entering a context of ours patches classes, whereupon Python forgets what it had specialised, and learns it again over
-some tens of calls. A model is patched once."""
+"""Entering a context of ours patches classes, whereupon Python forgets what it had specialised, and learns it again
+over some tens of calls. A model is patched once."""
 
 
 _Batch = Callable[[Step, int, int], float]
