@@ -99,8 +99,10 @@ class Status:
 
     def __str__(self) -> str:
         head = "fusepatch" + (", strict" if self.strict else "") + (", disabled() in force" if self.disabled else "")
+        # What was captured or compiled is in no count of calls: 0 calls must not look like nothing done.
+        more = [what for what in ("captured", "traces") if any(target.total(what) for target in self.targets)]
         overview = table.render(
-            ("target", "version", "state", "classes", "fused", "pointwise", "original"),
+            ("target", "version", "state", "classes", "fused", "pointwise", "original", *(_HEADS[what] for what in more)),
             [
                 (
                     target.name,
@@ -108,6 +110,7 @@ class Status:
                     target.state if target.reason is None else f"{target.state}: {target.reason}",
                     len(target.classes),
                     *(target.total("calls").get(route.value, 0) for route in Route),
+                    *(native_of(target.total(what)) for what in more),
                 )
                 for target in self.targets
             ],
@@ -127,6 +130,10 @@ class Status:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))
+
+
+_HEADS = {"captured": "captured", "traces": "compiled"}
+"""Of the overview's columns for what ran natively inside CUDA graphs and compiled code."""
 
 
 def _anything(each: ClassStatus) -> bool:

@@ -112,6 +112,8 @@ def test_traces_are_native_calls() -> None:
     model = compiled(tiny_llama_mlp(), Graphs())
     model(torch.randn(3, 64))
     assert fusepatch.status().native_calls() == 1
+    head, _, row, *_ = str(fusepatch.status()).splitlines()[1:]
+    assert (head.split()[-1], row.split()[-1]) == ("compiled", "1")
     assert pytest_plugin._read_counts().native() == 1
     assert arms._since(before, ("gated_mlp",)).native == 1
 

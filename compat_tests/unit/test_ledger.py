@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -163,6 +164,9 @@ def test_calls_under_capture_are_sites(reference_backend: None, monkeypatch: pyt
     assert found.native_calls() == 4
     assert "fused 1; captured, 3 sites" in found.summary()
     assert "fused 1; captured, 3 sites" in str(found)
+    head, _, row, *_ = (re.split(r" {2,}", line.strip()) for line in str(found).splitlines()[1:])
+    assert row[head.index("fused") :] == ["1", "0", "0", "3"]
+    assert head[head.index("fused") :] == ["fused", "pointwise", "original", "captured"]
     assert found.to_dict()["targets"][0]["classes"][0]["captured"] == {"fused": 3}
     with fusepatch.disabled():
         monkeypatch.setattr(ledger, "is_capturing", lambda: True)
