@@ -100,9 +100,9 @@ def _panel(axes: Any, name: str, found: list[Bar], base: str) -> None:
 
 
 def _colour(arm: str, base: str) -> str:
-    if "fusepatch" in arm:
-        return "tab:green"
-    return "0.55" if arm in (base, "eager", "gemm_floor") else "tab:blue"
+    if arm in (base, "eager", "gemm_floor", "fusepatch_off"):
+        return "0.55"
+    return "tab:green" if "fusepatch" in arm else "tab:blue"
 
 
 def _origin(row: Row) -> str:
