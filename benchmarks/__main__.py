@@ -6,121 +6,153 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from . import results
 from .cases import ACTIVATIONS, DTYPES, GROUPS, LAYOUTS, MODES, Case, parse_shapes
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="The benchmarks of fusepatch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (
+        _add_gated_mlp,
+        _add_gated_mlp_kernels,
+        _add_linear_attention,
+        _add_engram_gate,
+        _add_list,
+        _add_plot,
+        _add_table,
+        _add_merge,
+    ):
+        add(commands)
+    return parser
 
-    run = commands.add_parser("gated_mlp", help="check and time every arm of the gated MLP")
-    run.add_argument("--arms", help="comma list of names, `default`, `all`; see `list`")
-    run.add_argument(
+
+def _add_gated_mlp(commands: _Commands) -> None:
+    parser = commands.add_parser("gated_mlp", help="check and time every arm of the gated MLP")
+    parser.add_argument("--arms", help="comma list of names, `default`, `all`; see `list`")
+    parser.add_argument(
         "--shapes",
         nargs="+",
         metavar="SHAPE",
         help=f"{', '.join(GROUPS)}, all, or M,H,I such as 8192,2048,8192 (default: bench; tiny on a CPU)",
     )
-    run.add_argument(
+    parser.add_argument(
         "--modes",
         help=f"comma list of {', '.join(MODES)} (default: all, of decode shapes forward alone). memory: a stack of "
         "eight MLPs. host: the host's time, at a small shape of its own",
     )
-    run.add_argument("--dtype", choices=DTYPES, default="bf16")
-    run.add_argument("--activation", default="silu", help=f"comma list of {', '.join(ACTIVATIONS)} (default: silu)")
-    run.add_argument("--layout", choices=LAYOUTS, default="separate", help="of gate and up in the stock module")
-    run.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
-    run.add_argument(
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--activation", default="silu", help=f"comma list of {', '.join(ACTIVATIONS)} (default: silu)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="separate", help="of gate and up in the stock module")
+    parser.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
+    parser.add_argument(
         "--seconds-per-case",
         type=_positive,
         default=4.0,
         help="for timing one shape in one mode, all arms together (default: 4)",
     )
-    run.add_argument(
+    parser.add_argument(
         "--prepare-seconds",
         type=_positive,
         default=120.0,
         help="within which an arm must have compiled and tuned for all shapes (default: 120)",
     )
-    run.add_argument("--logs", type=Path, metavar="FOLDER", help="keeps what arms printed while they were tried")
-    _where(run)
-    run.set_defaults(run=_gated_mlp)
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keeps what arms printed while they were tried")
+    _where(parser)
+    parser.set_defaults(run=_gated_mlp)
 
-    kernels = commands.add_parser(
-        "gated_mlp_kernels", help="the fused kernels against the matrix products they replace"
-    )
-    kernels.add_argument("--backend", help="of the fused route (default: hopper; reference on a CPU)")
-    kernels.add_argument("--shapes", nargs="+", metavar="SHAPE", help="as for gated_mlp")
-    kernels.add_argument("--dtype", choices=DTYPES, default="bf16")
-    kernels.add_argument("--activation", choices=ACTIVATIONS, default="silu")
-    kernels.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
-    kernels.add_argument(
+
+def _add_gated_mlp_kernels(commands: _Commands) -> None:
+    parser = commands.add_parser("gated_mlp_kernels", help="the fused kernels against the matrix products they replace")
+    parser.add_argument("--backend", help="of the fused route (default: hopper; reference on a CPU)")
+    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="as for gated_mlp")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="silu")
+    parser.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
+    parser.add_argument(
         "--seconds-per-case", type=_positive, default=2.0, help="for timing one part of one shape (default: 2)"
     )
-    _where(kernels)
-    kernels.set_defaults(run=_gated_mlp_kernels)
+    _where(parser)
+    parser.set_defaults(run=_gated_mlp_kernels)
 
-    linear = commands.add_parser("linear_attention", help="KDA, the gated delta rule: FLA's kernels, others, ours")
-    linear.add_argument("--ops", default="kda", help="comma list of kda, gated_delta_rule (default: kda)")
-    linear.add_argument("--arms", help="comma list of fla, fla_tilelang, flash_qla, fusepatch (default: all of the op)")
-    linear.add_argument(
+
+def _add_linear_attention(commands: _Commands) -> None:
+    parser = commands.add_parser("linear_attention", help="KDA, the gated delta rule: FLA's kernels, others, ours")
+    parser.add_argument("--ops", default="kda", help="comma list of kda, gated_delta_rule (default: kda)")
+    parser.add_argument("--arms", help="comma list of fla, fla_tilelang, flash_qla, fusepatch (default: all of the op)")
+    parser.add_argument(
         "--prepare-only",
         action="store_true",
         help="compile what would be timed into the caches on disk, and time nothing; others may use the GPU meanwhile",
     )
-    linear.add_argument(
+    parser.add_argument(
         "--shapes", nargs="+", metavar="B,T,H", help="batch, tokens, heads of 128 (default: 1,8192,32 and 4,2048,16)"
     )
-    linear.add_argument(
+    parser.add_argument(
         "--scopes", default="op,layer", help="comma list: the op alone, FLA's layer (default: op,layer)"
     )
-    linear.add_argument("--modes", help="comma list of train, train_graph, forward, host, memory (default: all)")
-    linear.add_argument("--model", action="store_true", help="a training step of a language model instead")
-    linear.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
-    linear.add_argument("--seconds-per-case", type=_positive, default=4.0, help="as for gated_mlp (default: 4)")
-    _where(linear)
-    linear.set_defaults(run=_linear_attention)
+    parser.add_argument("--modes", help="comma list of train, train_graph, forward, host, memory (default: all)")
+    parser.add_argument("--model", action="store_true", help="a training step of a language model instead")
+    parser.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
+    parser.add_argument("--seconds-per-case", type=_positive, default=4.0, help="as for gated_mlp (default: 4)")
+    _where(parser)
+    parser.set_defaults(run=_linear_attention)
 
-    engram = commands.add_parser("engram_gate", help="check and time every arm of the Engram gate")
-    engram.add_argument(
+
+def _add_engram_gate(commands: _Commands) -> None:
+    parser = commands.add_parser("engram_gate", help="check and time every arm of the Engram gate")
+    parser.add_argument(
         "--arms", help="comma list of names, `default`, `variants` (other launch shapes of the kernels)"
     )
-    engram.add_argument("--tokens", help="comma list (default: 4096,16384; 48 on a CPU)")
-    engram.add_argument("--streams", type=_positive_int, help="(default: 4)")
-    engram.add_argument("--width", type=_positive_int, help="of a stream (default: 5120; 40 on a CPU)")
-    engram.add_argument("--embedding", type=_positive_int, help="width of what is projected (default: 6144)")
-    engram.add_argument(
+    parser.add_argument("--tokens", help="comma list (default: 4096,16384; 48 on a CPU)")
+    parser.add_argument("--streams", type=_positive_int, help="(default: 4)")
+    parser.add_argument("--width", type=_positive_int, help="of a stream (default: 5120; 40 on a CPU)")
+    parser.add_argument("--embedding", type=_positive_int, help="width of what is projected (default: 6144)")
+    parser.add_argument(
         "--scopes", default="gate,consumer", help="comma list: the gate alone, and with projection and its gradients"
     )
-    engram.add_argument("--modes", help="comma list of forward, train, backward, host (default: all)")
-    engram.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
-    engram.add_argument("--seconds-per-case", type=_positive, default=4.0, help="as for gated_mlp (default: 4)")
-    _where(engram)
-    engram.set_defaults(run=_engram_gate)
+    parser.add_argument("--modes", help="comma list of forward, train, backward, host (default: all)")
+    parser.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
+    parser.add_argument("--seconds-per-case", type=_positive, default=4.0, help="as for gated_mlp (default: 4)")
+    _where(parser)
+    parser.set_defaults(run=_engram_gate)
 
-    listing = commands.add_parser("list", help="the arms, shapes and modes there are, and what is missing here")
-    listing.set_defaults(run=_list)
 
-    plot = commands.add_parser("plot", help="draw the pictures from the results")
-    _reading(plot)
-    plot.add_argument("--base", choices=("gemm_floor", "eager"), default="gemm_floor", help="what times are drawn over")
-    plot.add_argument("--to", type=Path, default=Path(__file__).parent / "pictures", help="the folder of the pictures")
-    plot.set_defaults(run=_plot)
+def _add_list(commands: _Commands) -> None:
+    parser = commands.add_parser("list", help="the arms, shapes and modes there are, and what is missing here")
+    parser.set_defaults(run=_list)
 
-    table = commands.add_parser("table", help="a table in markdown from the results")
-    _reading(table)
-    table.add_argument("--modes", default="train,forward", help="comma list (default: train,forward)")
-    table.add_argument("--base", default="eager", help="the arm that the others are compared with (default: eager)")
-    table.add_argument("--write", type=Path, metavar="FILE", help="put it between the marker comments of FILE")
-    table.set_defaults(run=_table)
 
-    merge = commands.add_parser("merge", help="add the rows of another results folder that are not here yet")
-    merge.add_argument("folder", type=Path)
-    merge.add_argument("--results", type=Path, default=results.RESULTS)
-    merge.set_defaults(run=_merge)
-    return parser
+def _add_plot(commands: _Commands) -> None:
+    parser = commands.add_parser("plot", help="draw the pictures from the results")
+    _reading(parser)
+    parser.add_argument(
+        "--base", choices=("gemm_floor", "eager"), default="gemm_floor", help="what times are drawn over"
+    )
+    parser.add_argument(
+        "--to", type=Path, default=Path(__file__).parent / "pictures", help="the folder of the pictures"
+    )
+    parser.set_defaults(run=_plot)
+
+
+def _add_table(commands: _Commands) -> None:
+    parser = commands.add_parser("table", help="a table in markdown from the results")
+    _reading(parser)
+    parser.add_argument("--modes", default="train,forward", help="comma list (default: train,forward)")
+    parser.add_argument("--base", default="eager", help="the arm that the others are compared with (default: eager)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put it between the marker comments of FILE")
+    parser.set_defaults(run=_table)
+
+
+def _add_merge(commands: _Commands) -> None:
+    parser = commands.add_parser("merge", help="add the rows of another results folder that are not here yet")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--results", type=Path, default=results.RESULTS)
+    parser.set_defaults(run=_merge)
 
 
 def _where(parser: argparse.ArgumentParser) -> None:
