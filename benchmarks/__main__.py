@@ -42,8 +42,8 @@ def _add_gated_mlp(commands: _Commands) -> None:
     )
     parser.add_argument(
         "--modes",
-        help=f"comma list of {', '.join(MODES)} (default: all, of decode shapes forward alone). memory: a stack of "
-        "eight MLPs. host: the host's time, at a small shape of its own",
+        help=f"comma list of {', '.join(MODES)} (default: all but power; of decode shapes forward). memory: a stack of "
+        "eight MLPs. host: the host's time, at a small shape of its own. power: clock and power of the GPU",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--activation", default="silu", help=f"comma list of {', '.join(ACTIVATIONS)} (default: silu)")

@@ -9,8 +9,9 @@ import torch
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ACTIVATIONS = ("silu", "gelu_tanh")
 LAYOUTS = ("separate", "packed")
-MODES = ("train", "forward", "backward", "memory", "host")
-"""Forward and backward with all gradients; each alone; what a stack of eight holds; the host's time for both."""
+MODES = ("train", "forward", "backward", "memory", "host", "power")
+"""Forward and backward with all gradients; each alone; what a stack of eight holds; the host's time for both; the GPU's
+clock and power while both run on and on, where it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ ALL = ("bench", "decode", "odd")
 
 def modes_of(shape: Shape) -> tuple[str, ...]:
     """The modes that say something of a shape: nobody trains on a handful of tokens."""
-    return ("forward",) if shape in GROUPS["decode"] else MODES
+    return ("forward",) if shape in GROUPS["decode"] else tuple(mode for mode in MODES if mode != "power")
 
 
 HOST_SHAPE = Shape(64, 1024, 3072)

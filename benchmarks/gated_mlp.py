@@ -15,7 +15,7 @@ import torch
 
 from fusepatch import table
 
-from . import check, data, memory, prepare, results, timing, tuning
+from . import check, data, memory, power, prepare, results, timing, tuning
 from .arms import Arm, Built, why_unavailable
 from .cases import HOST_SHAPE, Case, modes_of
 from .results import Figure
@@ -57,6 +57,7 @@ class _Entry:
     single_backward: bool | None = None
     samples: dict[str, list[float]] = field(default_factory=dict)
     held: memory.Held | None = None
+    drawn: power.Drawn | None = None
 
     def drop(self, why: str) -> None:
         self.why_not = why
@@ -163,8 +164,10 @@ def _run_case(case: Case, modes: Sequence[str], options: Options, reasons: prepa
             baseline = found
         say(f"  {entry.arm.name}: {entry.why_not or 'right'} ({time.monotonic() - began:.1f} s)")
     for mode in modes:
-        if mode != "memory":
+        if mode not in ("memory", "power"):
             _time(case, mode, entries, sets, options, on_gpu, say)
+    if "power" in modes:
+        _draw(case, entries, sets, say)
     for entry in entries:
         if entry.why_not is None:
             _check_again(entry, case, sets[0], expected, baseline)
@@ -315,6 +318,18 @@ def _weigh(case: Case, entries: Sequence[_Entry], say: Say) -> None:
     say(f"  memory ({time.monotonic() - began:.1f} s)")
 
 
+def _draw(case: Case, entries: Sequence[_Entry], sets: Sequence[data.Data], say: Say) -> None:
+    began = time.monotonic()
+    for entry in entries:
+        if entry.why_not is None:
+            try:
+                entry.drawn = power.measure(_step(entry, case, "train", sets))
+            except Exception as error:
+                entry.notes.append(f"power unavailable: {check.first_line(error)}")
+                _raise_if_device_is_lost(case)
+    say(f"  power ({time.monotonic() - began:.1f} s)")
+
+
 def _raise_if_device_is_lost(case: Case) -> None:
     """Raises after a fault that leaves a device which no other arm can use."""
     if case.device == "cuda":
@@ -350,6 +365,9 @@ def _figures(case: Case, entries: Sequence[_Entry]) -> list[Figure]:
             add("train", "error_ratio", "1", [entry.error_ratio])
         if entry.single_backward is not None:
             add("train", "backward_passes", "1", [1.0 if entry.single_backward else 2.0])
+        if entry.drawn is not None:
+            add("train", "clock", "MHz", entry.drawn.clock)
+            add("train", "power", "W", entry.drawn.power)
         if entry.held is not None:
             add("train", "saved", "bytes", [float(entry.held.saved)])
             if entry.held.peak is not None:
@@ -362,7 +380,7 @@ _HEADERS = ("arm", "mode", "p20", "p50", "p80", "unit", "/ floor", "/ eager", "n
 
 def _render(case: Case, entries: Sequence[_Entry]) -> str:
     figures = _figures(case, entries)
-    shown = [figure for figure in figures if figure.metric in ("time", "saved", "peak")]
+    shown = [figure for figure in figures if figure.metric in ("time", "saved", "peak", "clock", "power")]
     medians = {(figure.arm, figure.mode, figure.metric): figure.p50 for figure in shown}
     rows = []
     for entry in sorted(entries, key=lambda entry: entry.why_not is not None):
@@ -374,7 +392,7 @@ def _render(case: Case, entries: Sequence[_Entry]) -> str:
         for figure in (figure for figure in shown if figure.arm == name):
             key = (figure.mode, figure.metric)
             is_time = figure.metric == "time"
-            scale, unit = (1.0, figure.unit) if is_time else (2.0**-20, "MiB")
+            scale, unit = (2.0**-20, "MiB") if figure.unit == "bytes" else (1.0, figure.unit)
             rows.append(
                 (
                     name,

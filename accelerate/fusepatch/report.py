@@ -102,7 +102,7 @@ class Status:
         # What was captured or compiled is in no count of calls: 0 calls must not look like nothing done.
         more = [what for what in ("captured", "traces") if any(target.total(what) for target in self.targets)]
         overview = table.render(
-            ("target", "version", "state", "classes", "fused", "pointwise", "original", *(_HEADS[what] for what in more)),
+            ("target", "version", "state", "classes", *(route.value for route in Route), *(_HEADS[what] for what in more)),
             [
                 (
                     target.name,
