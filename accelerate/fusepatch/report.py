@@ -101,8 +101,9 @@ class Status:
         head = "fusepatch" + (", strict" if self.strict else "") + (", disabled() in force" if self.disabled else "")
         # What was captured or compiled is in no count of calls: 0 calls must not look like nothing done.
         more = [what for what in ("captured", "traces") if any(target.total(what) for target in self.targets)]
+        heads = (*(route.value for route in Route), *(_HEADS[what] for what in more))
         overview = table.render(
-            ("target", "version", "state", "classes", *(route.value for route in Route), *(_HEADS[what] for what in more)),
+            ("target", "version", "state", "classes", *heads),
             [
                 (
                     target.name,
