@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusepatch.kernels.linear_attention import arguments, reference
+from fusepatch.kernels.relative_error import relative_error
 
 from .cases import three_sizes
 
@@ -227,5 +228,5 @@ def _results(
 
 def error(actual: Tensor, expected: Tensor) -> float:
     """Relative L2; infinite where it is not a number."""
-    found = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    found = relative_error(actual, expected)
     return found if found == found else float("inf")

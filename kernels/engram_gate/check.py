@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend
+from ..relative_error import bound_beside, relative_error
 from . import choose, op
 
 
@@ -63,7 +64,7 @@ def _compare(backend: Backend, device: torch.device, dtype: torch.dtype, shape: 
     again = _results(backend, inputs, mask, grad_out, shape, alone=False)
     differences = []
     for name, expected in exact.items():
-        error, bound = _error(ours[name], expected), 1.25 * _error(plain[name], expected) + 1e-4
+        error, bound = relative_error(ours[name], expected), bound_beside(plain[name], expected)
         if not error <= bound:  # NaN too
             differences.append(f"{name} of {what}: relative error {error:.2e}, allowed {bound:.2e}")
     differences += [
@@ -127,7 +128,3 @@ def _results(
     keys = shape.streams * shape.width
     of_keys = {name.replace("kv", "key"): found[name][:, :keys] for name in found if name.startswith("grad_kv")}
     return {**found, **of_keys}
-
-
-def _error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected).norm() / expected.norm())

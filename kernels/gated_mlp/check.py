@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...decline import Route
+from ..relative_error import bound_beside, relative_error
 from . import choose, op
 
 _SHAPES = ((64, 256), (1, 264), (7, 3, 331))
@@ -203,11 +204,7 @@ def _over_bound(
     """(name, error, bound) of each result whose error exceeds the parity bound against that of plain PyTorch."""
     found = []
     for name, expected in exact.items():
-        error, bound = _error(ours[name], expected), 1.25 * _error(plain[name], expected) + 1e-4
+        error, bound = relative_error(ours[name], expected), bound_beside(plain[name], expected)
         if not error <= bound:  # NaN too
             found.append((name, error, bound))
     return found
-
-
-def _error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected).norm() / expected.norm())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend, load
+from ..relative_error import relative_error
 from . import reference
 from .gated_delta_rule import choose as gated_delta_rule
 from .kda import choose as kda
@@ -70,7 +71,7 @@ def _compare(
         ours, again = (_results(kernels.run, call, inputs, incoming) for _ in range(2))
     differences = []
     for name, expected in exact.items():
-        error, bound = _error(ours[name], expected), _BOUNDS.get(name, _BOUND)
+        error, bound = relative_error(ours[name], expected), _BOUNDS.get(name, _BOUND)
         if not error <= bound:  # NaN too
             differences.append(f"{name} of {shape}: relative error {error:.2e}, allowed {bound:.2e}")
         if not torch.equal(ours[name], again[name]):
@@ -135,7 +136,3 @@ def _results(run_op: Any, call: Call, inputs: Inputs, incoming: tuple[Tensor, Te
         (out, state), list(leaves.values()), (incoming[0].to(out.dtype), incoming[1].to(state.dtype))
     )
     return {"out": out.detach(), "state": state.detach(), **dict(zip(leaves, grads, strict=True))}
-
-
-def _error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected).norm() / expected.norm())
