@@ -10,9 +10,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from . import __version__
+from . import __version__, settings
 from .errors import CommandError, first_line
 
 if TYPE_CHECKING:
@@ -46,55 +46,72 @@ they call fusepatch.accelerate() themselves. Launchers go in front:
 """
 
 
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fusepatch", description="Runs the models you have on fused GPU kernels, says what it did, and undoes it."
     )
     parser.add_argument("--version", action="version", version=f"fusepatch {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_demo, _add_explain, _add_doctor, _add_parity, _add_tune, _add_run):
+        add(commands)
+    return parser
 
-    demo = commands.add_parser(
+
+def _add_demo(commands: _Commands) -> None:
+    parser = commands.add_parser(
         "demo",
         help="see it work on the real weights of a small model",
         description="Patches SmolLM2-135M-Instruct with its real weights, compares text, loss, every gradient, time "
         "and memory with and without, and undoes it. Exit code 1 where a promise did not hold.",
     )
-    demo.add_argument("--prompt", help="what to ask the model")
-    demo.add_argument(
+    parser.add_argument("--prompt", help="what to ask the model")
+    parser.add_argument(
         "--tokens", type=positive_number, default=48, help="how many tokens to generate (default: %(default)s)"
     )
-    demo.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file of another model")
-    demo.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
-    demo.set_defaults(command=_demo)
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file of another model")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
+    parser.set_defaults(command=_demo)
 
-    explain = commands.add_parser(
+
+def _add_explain(commands: _Commands) -> None:
+    parser = commands.add_parser(
         "explain",
         help="say which route each module of a model would take, and why",
         description="Builds a model from its configuration, without weights, and says which route each of its modules "
         "would take on this machine's GPU (its CPU, where it has none), and why not a faster one.",
     )
-    explain.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, or a name on the Hugging Face hub")
-    explain.add_argument(
+    parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, or a name on the Hugging Face hub")
+    parser.add_argument(
         "--tokens", type=positive_number, default=2048, help="tokens in one call (default: %(default)s)"
     )
-    explain.add_argument(
+    parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="assume this dtype, not the configuration's"
     )
-    explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.add_argument("--gguf", metavar="FILE", help="the GGUF file in MODEL to read the configuration from")
-    explain.set_defaults(command=_explain)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--gguf", metavar="FILE", help="the GGUF file in MODEL to read the configuration from")
+    parser.set_defaults(command=_explain)
 
-    doctor = commands.add_parser(
+
+def _add_doctor(commands: _Commands) -> None:
+    parser = commands.add_parser(
         "doctor",
         help="say what is installed, what would serve here and why not, and what is wrong",
         description="Shows versions, GPUs, which kernels would serve and why not, CUDA libraries that are loaded or "
         "installed, settings and the cache. Exit code 1 where it found a problem; warnings alone are none.",
     )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.add_argument(
-        "--selfcheck", action="store_true", help="check every native kernel anew on every visible GPU, and remember it"
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--selfcheck",
+        nargs="*",
+        choices=_checked_names(),
+        metavar="NAME",
+        help="check every native kernel anew on every visible GPU, and remember it; with names, those of these ops and "
+        "backends",
     )
-    doctor.add_argument(
+    parser.add_argument(
         "--report",
         type=Path,
         metavar="FILE",
@@ -102,32 +119,38 @@ def _parser() -> argparse.ArgumentParser:
         "and write what came of it to FILE (Markdown), to be attached to an issue; up to 10 minutes "
         "for each backend on each of its routes, and 30 for the benchmark",
     )
-    doctor.set_defaults(command=_doctor)
+    parser.set_defaults(command=_doctor)
 
+
+def _add_parity(commands: _Commands) -> None:
     from .parity_check import command as parity_command
 
-    parity = commands.add_parser(
+    parser = commands.add_parser(
         "parity",
         help="compare a model with and without us, by their errors against fp32",
         description=parity_command.DESCRIPTION,
         epilog=parity_command.EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parity_command.add_arguments(parity)
-    parity.set_defaults(command=lambda options, _: parity_command.main(options))
+    parity_command.add_arguments(parser)
+    parser.set_defaults(command=lambda options, _: parity_command.main(options))
 
+
+def _add_tune(commands: _Commands) -> None:
     from .tuning import command as tuning_command
 
-    tune = commands.add_parser(
+    parser = commands.add_parser(
         "tune",
         help="measure on this GPU which kernels are fastest for a model, and follow that from then on",
         description=tuning_command.DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    tuning_command.add_arguments(tune)
-    tune.set_defaults(command=lambda options, _: tuning_command.main(options))
+    tuning_command.add_arguments(parser)
+    parser.set_defaults(command=lambda options, _: tuning_command.main(options))
 
-    run = commands.add_parser(
+
+def _add_run(commands: _Commands) -> None:
+    parser = commands.add_parser(
         "run",
         help="run a script or a module, accelerated and unedited",
         usage="fusepatch run [--ops OPS] [--strict] (SCRIPT | -m MODULE) [ARGS ...]",
@@ -136,12 +159,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    run.add_argument("--ops", help="the ops to turn on, separated by commas (default: all that are on by default)")
-    run.add_argument("--strict", action="store_true", help="raise where the library's own code would run")
-    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
-    run.add_argument("script", metavar="SCRIPT", nargs="?", help="run a file, as `python SCRIPT` does")
-    run.set_defaults(command=_run)
-    return parser
+    parser.add_argument("--ops", help="the ops to turn on, separated by commas (default: all that are on by default)")
+    parser.add_argument("--strict", action="store_true", help="raise where the library's own code would run")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="run a file, as `python SCRIPT` does")
+    parser.set_defaults(command=_run)
+
+
+def _checked_names() -> tuple[str, ...]:
+    """What can be told to check: ops, and backends with kernels of their own."""
+    backends = dict.fromkeys(name for op in settings.OPS.values() for name in op.backends if name != "reference")
+    return (*settings.OPS, *backends)
 
 
 def positive_number(text: str) -> int:
@@ -234,7 +262,8 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
     from . import doctor
 
     def tell(line: str) -> None:
-        print(f"fusepatch: {line}", file=sys.stderr)
+        sys.stderr.write(f"fusepatch: {line}\n")  # in one piece: several threads tell
+        sys.stderr.flush()
 
     if options.report is not None:
         from .doctor import report_file
@@ -247,6 +276,6 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
         if options.json:
             print(json.dumps(report.to_dict(), indent=2))
         return report.exit_code
-    found = doctor.examine(selfcheck=options.selfcheck, tell=tell)
+    found = doctor.examine(selfcheck=options.selfcheck is not None, only=options.selfcheck or (), tell=tell)
     print(json.dumps(found.to_dict(), indent=2) if options.json else found)
     return found.exit_code

@@ -23,8 +23,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -38,6 +39,8 @@ log = logging.getLogger("fusepatch")
 CHILD_LIMIT_S = 120.0
 """With the wait below it stays under half of NCCL's 600 s time-out."""
 WAIT_LIMIT_S = CHILD_LIMIT_S + 60.0
+KILLED_LIMIT_S = 10.0
+"""For a child that was killed to be gone: one that waits for the driver may never be."""
 BUSY_S = 5.0
 """Plain PyTorch on a few thousand elements takes milliseconds: where it took longer than this, the GPU was busy."""
 MARK = "fusepatch-selfcheck "
@@ -57,6 +60,8 @@ class Verdict:
 
     outcome: Outcome
     what: str = ""
+    seconds: float | None = field(default=None, compare=False)
+    """How long `renew` took to find it; None where it was remembered."""
 
     @property
     def reason(self) -> Reason | None:
@@ -96,6 +101,8 @@ class Standing:
 
 
 _verdicts: dict[tuple[Check, str], Verdict] = {}
+_running: set[subprocess.Popen[str]] = set()
+"""The children of this process, in any of its threads."""
 _lock = threading.Lock()
 
 
@@ -137,12 +144,18 @@ def renew(check: Check, devices: Sequence[torch.device]) -> tuple[Verdict, ...]:
     key = identity(check, device_kind(devices[0]))
     path = _place(key)
     with disk.one_process(path.with_suffix(".lock"), WAIT_LIMIT_S):
-        found = tuple(run(check, device) for device in devices)
+        found = tuple(_timed(check, device) for device in devices)
         by_weight = (Outcome.FAILED, Outcome.INCONCLUSIVE, Outcome.PASSED)
         worst = min(found, key=lambda each: by_weight.index(each.outcome))
         if worst.outcome is not Outcome.INCONCLUSIVE:
             _write(path, worst, key)
     return found
+
+
+def _timed(check: Check, device: torch.device) -> Verdict:
+    start = time.monotonic()
+    found = run(check, device)
+    return replace(found, seconds=round(time.monotonic() - start, 1))
 
 
 # ------------------------------------------------------------------------------------------------ what it is keyed by
@@ -273,15 +286,36 @@ def run(check: Check, device: torch.device, *, limit_s: float = CHILD_LIMIT_S) -
         )
     except (OSError, TypeError) as error:  # an embedded Python has no executable; or no more processes may start
         return Verdict(Outcome.INCONCLUSIVE, f"no child process could be started: {error}")
+    code, output, complaints = _end_of(child, limit_s)
+    return judge(code, output, complaints, limit_s)
+
+
+def _end_of(child: subprocess.Popen[str], limit_s: float) -> tuple[int | None, str, str]:
+    """The child's exit code, None where it ran past the limit and was killed, and what it wrote."""
+    _running.add(child)
     try:
         output, complaints = child.communicate(timeout=limit_s)
-        code: int | None = child.returncode
+        return child.returncode, output, complaints
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(OSError):
-            os.killpg(child.pid, signal.SIGKILL)
-        output, complaints = child.communicate()
-        code = None
-    return judge(code, output, complaints, limit_s)
+        _kill(child)
+    finally:
+        _running.discard(child)
+    try:
+        output, complaints = child.communicate(timeout=KILLED_LIMIT_S)
+        return None, output, complaints
+    except subprocess.TimeoutExpired as error:  # with bytes, whatever the pipes are opened as
+        return None, (error.stdout or b"").decode(errors="replace"), ""
+
+
+def kill_children() -> None:
+    """Ends every check that runs, which is then inconclusive. They have sessions of their own, and hear no Ctrl-C."""
+    for child in tuple(_running):
+        _kill(child)
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def judge(code: int | None, output: str, complaints: str, limit_s: float) -> Verdict:

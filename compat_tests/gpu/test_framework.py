@@ -58,14 +58,19 @@ def _step(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("config", ["fla-transformer", "fla-gdn"])
 def test_models_of_fla_break_no_more_graphs_than_unpatched(reference_backend: None, config: str) -> None:
-    """FLA's own wrappers break graphs. The kernels stay in those that hold its MLPs."""
+    """FLA's own wrappers break graphs. The kernels stay in those that hold its MLPs.
+
+    One graph may serve several layers: where FLA breaks graphs in every layer, the compiler traces a layer's code once.
+    """
     pytest.importorskip("fla")
     with models.surroundings(config):
         model = models.built_in(config, 2, torch.bfloat16, torch.device("cuda")).build()
         ids = torch.randint(0, 128, (1, 64), device="cuda")
 
+        graphs: list[torch.fx.GraphModule] = []
+
         def graphs_and_breaks() -> tuple[int, int]:
-            graphs: list[torch.fx.GraphModule] = []
+            graphs.clear()
 
             def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
                 graphs.append(graph)
@@ -81,7 +86,11 @@ def test_models_of_fla_break_no_more_graphs_than_unpatched(reference_backend: No
         patched = graphs_and_breaks()
     assert patched[0] <= stock[0] and patched[1] <= stock[1], (stock, patched)
     (target,) = [each for each in fusepatch.status().targets if each.name == "gated_mlp/fla"]
-    assert target.total("traces") == {"fused": 2}
+    traces = target.total("traces")
+    assert traces.keys() == {"fused"}, "an MLP was traced as the library has it"
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    operators = sum(target.startswith("fusepatch.gated_mlp") for target in targets)
+    assert 1 <= operators <= traces["fused"] <= 2, (traces, targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

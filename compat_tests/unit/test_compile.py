@@ -486,6 +486,32 @@ def test_flas_mlp_keeps_the_kernel() -> None:
     assert graphs.count("gated_mlp") == 1
 
 
+class _Broken(nn.Module):
+    """A layer that breaks the graph before its MLP, as FLA's do."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + self.mlp(x)
+
+
+def test_layers_that_break_the_graph_share_one_with_the_kernel() -> None:
+    """What the compiler traced of the first serves the second, patched or not: one trace for two layers."""
+    mlp = pytest.importorskip("fla.modules.mlp")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Broken(mlp.GatedMLP(hidden_size=64, intermediate_size=96)) for _ in range(2)))
+    fusepatch.accelerate("gated_mlp")
+    graphs = Graphs()
+    x = torch.randn(2, 5, 64, requires_grad=True)  # as what the second layer gets
+    torch.compile(model, backend=graphs.backend)(x)
+    (target,) = [each for each in fusepatch.status().targets if each.name == "gated_mlp/fla"]
+    assert target.total("traces") == {"fused": 1}
+    assert graphs.count("gated_mlp") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_inductor(mode: str) -> None:

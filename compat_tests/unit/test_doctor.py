@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -9,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +21,7 @@ import torch
 
 from fusepatch import cli, doctor, importhook, selfcheck, settings
 from fusepatch.decline import Reason
-from fusepatch.doctor import Diagnosis, Finding, Kernel, cuda_libraries, examination, packages
+from fusepatch.doctor import Diagnosis, Finding, Kernel, cuda_libraries, examination, kernels, packages
 from fusepatch.doctor.cuda_libraries import Library
 from fusepatch.doctor.packages import Imported
 from fusepatch.kernels import backends
@@ -588,7 +592,7 @@ def test_a_gpu_that_is_not_known(gpus: Callable[..., None]) -> None:
     the_finding(found, "cuda:0, GPU (9, 1)", "warning")
     row = kernel(found, "triton")
     assert (row.serves, row.reason, row.fix) == ("no", "architecture", Reason.ARCHITECTURE.fix)
-    assert found.selfcheck == "no native kernel can run on the GPUs here: there is nothing to check"
+    assert found.selfcheck == "none of the native kernels asked for can run on the GPUs here: there is nothing to check"
     assert "not in the table" in str(found)
 
 
@@ -666,19 +670,28 @@ def counts(found: Diagnosis) -> dict[str | None, int]:
     return {outcome: outcomes.count(outcome) for outcome in outcomes}
 
 
+def ran(found: Diagnosis) -> list[str]:
+    """The cases that were checked just now."""
+    return [check.case for each in found.kernels for check in each.checks if check.seconds is not None]
+
+
 def test_checks_are_run_anew_and_remembered(gpus: Callable[..., None], outcomes: dict[str, Outcome]) -> None:
     gpus((9, 0))
-    told: list[str] = []
-    assert counts(doctor.examine()) == {None: 9}
-    found = doctor.examine(selfcheck=True, tell=told.append)
+    before = doctor.examine()
+    assert (counts(before), ran(before)) == ({None: 9}, [])
+    found = doctor.examine(selfcheck=True)
     assert counts(found) == {"passed": 9}
-    cases = [check.case for each in found.kernels for check in each.checks]
+    cases = ran(found)
     assert found.selfcheck == f"{len(cases)} self-checks ran: {len(cases)} passed, 0 failed, 0 inconclusive"
-    assert sum("checking" in line for line in told) == len(cases) >= 15
+    assert len(cases) == len(set(cases)) >= 15
     assert kernel(found, "triton").serves == "yes"
+    assert "9 passed (0 to 0 s each)" in str(found)
+    assert {type(check["seconds"]) for check in found.to_dict()["kernels"][0]["checks"]} == {float}
 
     outcomes["gelu"] = Outcome.FAILED
-    assert counts(doctor.examine()) == {"passed": 9}
+    again = doctor.examine()
+    assert (counts(again), ran(again)) == ({"passed": 9}, [])
+    assert "9 passed  " in str(again)
     assert counts(doctor.examine(selfcheck=True)) == {"passed": 6, "failed": 3}
     found = doctor.examine()
     assert counts(found) == {"passed": 6, "failed": 3}
@@ -693,6 +706,130 @@ def test_checks_are_run_anew_and_remembered(gpus: Callable[..., None], outcomes:
     assert counts(doctor.examine()) == {"passed": 9}
 
 
+def backends_of(cases: list[str]) -> set[str]:
+    return {case.split()[0] for case in cases}
+
+
+@pytest.mark.parametrize(
+    ("only", "checked"),
+    [
+        ((), {"triton", "hopper", "triton_gemm"}),
+        (("hopper",), {"hopper"}),
+        (("triton_gemm",), {"triton_gemm"}),
+        (("hopper", "triton_gemm"), {"hopper", "triton_gemm"}),
+        (("gated_mlp",), {"triton", "hopper", "triton_gemm"}),
+        (("blackwell",), set()),  # which is for another GPU
+    ],
+)
+def test_what_is_checked(
+    gpus: Callable[..., None],
+    outcomes: dict[str, Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+    only: tuple[str, ...],
+    checked: set[str],
+) -> None:
+    """By itself everything; else what is named. cuDNN's is taken for another version."""
+    monkeypatch.setattr(importlib.import_module("fusepatch.kernels.gated_mlp.cudnn"), "drift", lambda: ("another",))
+    gpus((9, 0))
+    found = doctor.examine(selfcheck=True, only=only)
+    assert backends_of(ran(found)) == checked
+    assert {row.op for row in found.kernels} == {"gated_mlp"}
+    assert ("there is nothing to check" in found.selfcheck) is (not checked)
+
+
+def test_a_backend_that_serves_by_name_alone(
+    gpus: Callable[..., None], outcomes: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus((9, 0))
+    assert kernel(doctor.examine(selfcheck=True), "triton_gemm", "fused").serves == "if named"
+    monkeypatch.setenv("FUSEPATCH_GATED_MLP_BACKEND", "triton_gemm")
+    assert kernel(doctor.examine(), "triton_gemm", "fused").serves == "yes"
+
+
+def test_an_op_that_is_off_by_default_is_looked_at_where_it_is_named(
+    gpus: Callable[..., None], outcomes: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus((9, 0))
+    assert {row.op for row in doctor.examine().kernels} == {"gated_mlp"}
+    found = doctor.examine(selfcheck=True, only=("engram_gate",))
+    assert ran(found) == ["triton bfloat16", "triton float16", "triton float32"]
+    serves = {(row.op, row.serves) for row in found.kernels if row.backend == "triton"}
+    assert serves == {("gated_mlp", "unchecked"), ("engram_gate", "yes")}
+    monkeypatch.setenv("FUSEPATCH_ENGRAM_GATE", "0")
+    found = doctor.examine(selfcheck=True, only=("engram_gate",))
+    assert ("engram_gate", "no") in {(row.op, row.serves) for row in found.kernels}
+
+
+def test_it_says_when_a_check_begins_and_how_it_ended(
+    gpus: Callable[..., None], outcomes: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus((9, 0), (9, 0))
+    outcomes["float16"] = Outcome.FAILED
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16), raising=False)
+    told: list[str] = []
+    cases = ran(doctor.examine(selfcheck=True, only=("hopper",), tell=told.append))[::2]
+    told = told[1:]  # the imports
+    assert told.pop(0) == f"{len(cases)} self-checks, 8 at a time; each is given up after 120 s"
+    assert len(told) == 2 * len(cases) == 24
+    for case in cases:
+        what = f"gated_mlp.check {case} on cuda:0, cuda:1"
+        outcome = "failed" if "float16" in case.split() else "passed"
+        (ended,) = (line for line in told if line.endswith(f": {outcome} in 0.0 s, {outcome} in 0.0 s: {what}"))
+        assert told.index(f"checking {what}") < told.index(ended)
+    ends = [line.split(":")[0] for line in told if not line.startswith("checking")]
+    assert ends == [f"{number} of {len(cases)}" for number in range(1, len(cases) + 1)]
+
+
+@pytest.mark.parametrize(("processors", "expected"), [(1, 2), (8, 4), (16, 8), (128, 8)])
+def test_how_many_checks_run_side_by_side(
+    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch, processors: int, expected: int
+) -> None:
+    gpus((9, 0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(processors), raising=False)
+    together = threading.Barrier(expected)
+    running: list[int] = []
+    most: list[int] = []
+
+    def run(check: selfcheck.Check, device: torch.device) -> Verdict:
+        running.append(1)
+        with contextlib.suppress(threading.BrokenBarrierError):  # the last checks, which are fewer
+            together.wait(timeout=1.0)
+        most.append(len(running))
+        running.pop()
+        return Verdict(Outcome.PASSED)
+
+    monkeypatch.setattr(selfcheck, "run", run)
+    doctor.examine(selfcheck=True, only=("gated_mlp",))
+    assert max(most) == expected
+
+
+def test_an_interrupt_does_not_wait_for_the_checks(gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run are killed, and those that wait are not begun; nothing is remembered."""
+    gpus((9, 0))
+    begun: list[selfcheck.Check] = []
+    popen = subprocess.Popen
+
+    def hangs(command: list[str], **options: object) -> subprocess.Popen[str]:
+        begun.append(selfcheck.Check(command[3], command[4]))
+        return popen([sys.executable, "-c", "import time; time.sleep(100)"], **options)  # type: ignore[call-overload]
+
+    def interrupted(futures: object) -> None:
+        while len(begun) < 2 or len(selfcheck._running) < len(begun):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", hangs)
+    monkeypatch.setattr(kernels, "as_completed", interrupted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(4), raising=False)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        doctor.examine(selfcheck=True)
+    assert time.monotonic() - start < 50, "it waited for a check"
+    assert len(begun) == 2
+    assert not selfcheck._running
+    assert counts(doctor.examine()) == {None: 9}
+
+
 def test_a_failure_is_the_commands_exit_code(
     gpus: Callable[..., None], outcomes: dict[str, Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -702,8 +839,27 @@ def test_a_failure_is_the_commands_exit_code(
     assert cli.main(["doctor", "--selfcheck", "--json"]) == 1
     out, err = capsys.readouterr()
     assert "checking gated_mlp.check triton pointwise" in err
-    assert '"outcome": "failed"' in out
-    assert '"serves": "no"' in out
+    found = json.loads(out.rpartition("\n{\n")[2].join(["{\n", ""]))  # after the text of the first
+    rows = {row["backend"]: row for row in found["kernels"] if row["route"] == "pointwise"}
+    assert rows["triton"]["serves"] == "no"
+    assert {check["outcome"] for check in rows["triton"]["checks"]} == {"failed"}
+
+
+def test_the_command_takes_names(
+    gpus: Callable[..., None], outcomes: dict[str, Outcome], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus((9, 0))
+    assert cli.main(["doctor", "--selfcheck", "hopper", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    cases = [check["case"] for row in found["kernels"] for check in row["checks"] if check["seconds"] is not None]
+    assert backends_of(cases) == {"hopper"}
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--selfcheck", "hoper"])
+    assert ended.value.code == cli.USAGE_ERROR
+    err = capsys.readouterr().err
+    assert "'hoper'" in err
+    assert all(name in err for name in ("gated_mlp", "hopper", "triton_gemm", "cudnn_engram"))
+    assert "reference" not in err.partition("choose from")[2]
 
 
 @pytest.mark.parametrize("bad", ["cuda:0", "cuda:1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from fusepatch.doctor.report_file import Done, Step
 
 
 def kernel(backend: str, serves: str, route: str = "fused", reason: str | None = None, op: str = "gated_mlp") -> Kernel:
-    checks = tuple(CheckResult(f"{backend} {n}", "cuda:0", outcome, "") for n, outcome in enumerate(["passed"] * 2))
+    checks = tuple(CheckResult(f"{backend} {n}", "cuda:0", "passed", "a|b", 8.0 + n) for n in range(2))
     return Kernel(op, backend, route, ("cuda:0",), serves, reason, None, () if serves == "no" else checks)
 
 
@@ -46,11 +47,16 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[
     def put(codes: dict[str, int | None] = {}, output: str = "all is well") -> list[str]:  # noqa: B006
         ran: list[str] = []
 
-        def run(step: Step) -> Done:
+        def run(step: Step, tell: Callable[[str], None]) -> Done:
+            tell("of the step")
             ran.append(str(step))
             return Done(step, codes.get(step.backend, 0), 1.0, output)
 
-        monkeypatch.setattr(report_file, "examine", lambda **_: B200)
+        def examine(selfcheck: bool, tell: Callable[[str], None]) -> Diagnosis:
+            assert selfcheck
+            return B200
+
+        monkeypatch.setattr(report_file, "examine", examine)
         monkeypatch.setattr(report_file, "run", run)
         return ran
 
@@ -81,16 +87,21 @@ def test_the_file(here: Callable[..., list[str]], tmp_path: Path) -> None:
     report = report_file.write(path, lambda line: None)
     text = path.read_text()
     assert text.startswith("# fusepatch on NVIDIA B200 (10.0), torch 2.11.0, 20")
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    seen_there = text.partition("## What was seen\n")[2].partition("\n## ")[0]
+    rows = [line for line in seen_there.splitlines() if line.startswith("| ")]
     assert len({row.count("|") for row in rows}) == 1
     assert rows[0] == "| op | backend | where | what was seen | command | date |"
     for seen in (
-        "| gated_mlp, fused route | triton_gemm | NVIDIA B200 (10.0), torch 2.11.0 | self-checks: 2 passed |",
+        "| triton_gemm | NVIDIA B200 (10.0), torch 2.11.0 | self-checks: 2 passed (8 to 9 s each) |",
         "| gated_mlp, fused route | triton_gemm | NVIDIA B200 (10.0), torch 2.11.0 | parity: passed, 1 s |",
         "| gated_mlp, fused route | cudnn | NVIDIA B200 (10.0), torch 2.11.0 | parity: no end within 600 s, 1 s |",
         "| gated_mlp | triton, cudnn, triton_gemm | NVIDIA B200 (10.0), torch 2.11.0 | benchmark: ran, 1 s |",
     ):
         assert seen in text
+    assert "`fusepatch doctor --selfcheck triton_gemm`" in text
+    table = text.partition("## Self-checks\n")[2].partition("\n## ")[0].splitlines()
+    rows = [line for line in table if line.startswith("| gated_mlp | triton_gemm ")]
+    assert rows == [f"| gated_mlp | triton_gemm {n} | cuda:0 | passed | {n + 8}.0 | a/b |" for n in range(2)]
     assert "- hopper, fused: architecture" in text
     assert "- warning: two copies of libcudnn. Fix: drop one." in text
     blocks = text.split("\n~~~~~~")
@@ -117,10 +128,10 @@ def test_what_was_seen_is_not_lost(
     path = tmp_path / "report.md"
     run = report_file.run
 
-    def dies(step: Step) -> Done:
+    def dies(step: Step, tell: Callable[[str], None]) -> Done:
         if step.backend == "triton_gemm":
             raise KeyboardInterrupt
-        return run(step)
+        return run(step, tell)
 
     monkeypatch.setattr(report_file, "run", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -146,14 +157,51 @@ def test_a_child_has_the_variables_of_its_step_and_no_other_of_ours(monkeypatch:
     monkeypatch.setenv("FUSEPATCH_CACHE_DIR", "/cache")
     code = "import os; print(sorted(f'{k}={v}' for k, v in os.environ.items() if k.startswith('FUSEPATCH')))"
     step = Step("parity", "x", ("-c", code), {"FUSEPATCH_GATED_MLP": "1"}, 60.0)
-    done = report_file.run(step)
+    done = report_file.run(step, lambda line: None)
     assert (done.code, done.output) == (0, "['FUSEPATCH_CACHE_DIR=/cache', 'FUSEPATCH_GATED_MLP=1']\n")
 
 
-def test_a_child_that_hangs_is_ended() -> None:
-    code = "import time; print('so far', flush=True); time.sleep(60)"
-    done = report_file.run(Step("benchmark", "x", ("-c", code), {}, 1.0))
-    assert (done.code, done.outcome, done.output) == (None, "no end within 1 s", "so far\n")
+def test_it_says_what_runs_and_how_it_ended(here: Callable[..., list[str]], tmp_path: Path) -> None:
+    ran = here({"cudnn": 1})
+    told: list[str] = []
+    report_file.write(tmp_path / "report.md", told.append)
+    assert told[3:6] == [
+        f"2 of 4, at most 10 minutes: {ran[1]}",
+        "of the step",
+        "2 of 4: parity of cudnn: failed, 1 s",
+    ]
+    assert told[-3].startswith("4 of 4, at most 30 minutes: python -m benchmarks")
+
+
+def test_what_a_step_writes_is_told_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    code = "import sys; print('first'); print('second', file=sys.stderr); sys.stdin.read(); print('third')"
+    when: dict[str, float] = {}
+    step = Step("benchmark", "x", ("-c", code + "; import time; time.sleep(60)"), {}, 3.0)
+    done = report_file.run(step, lambda line: when.setdefault(line, time.monotonic()))
+    assert list(when) == ["  first", "  second", "  third"]
+    assert time.monotonic() - when["  third"] > 1, "it was told at the end alone"
+    assert (done.code, done.output) == (None, "first\nsecond\nthird\n")
+
+
+def test_what_a_step_started_ends_with_it() -> None:
+    """It holds the step's output open, and would be in the way of the next step on the GPU."""
+    code = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])"
+    step = Step("benchmark", "x", ("-c", code + "; print(child.pid); child.wait()"), {}, 2.0)
+    done = report_file.run(step, lambda line: None)
+    assert done.seconds < 50
+    assert not is_alive(int(done.output))
+
+
+def is_alive(process: int) -> bool:
+    for _ in range(100):  # until whoever adopts it has taken note of its end
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except OSError:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def test_the_command(here: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

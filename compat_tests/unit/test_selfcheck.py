@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,43 @@ def test_judgement(code: int | None, output: str, outcome: Outcome) -> None:
 # -------------------------------------------------------------------------------------------------------- memory
 
 CHECK = Check("fusepatch.kernels.gated_mlp.check", SILU)
+
+
+def _started(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the pipes that stay open
+def test_a_child_that_can_not_be_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for the driver; here something that outlives it holds its output open."""
+    monkeypatch.setattr(selfcheck, "KILLED_LIMIT_S", 0.2)
+    lasts = "import subprocess, sys, time; print('a mark', flush=True); subprocess.Popen([sys.executable, '-c', "
+    lasts += "'import time; time.sleep(20)'], start_new_session=True); time.sleep(100)"
+    start = time.monotonic()
+    assert selfcheck._end_of(_started(lasts), 2.0) == (None, "a mark\n", "")
+    assert time.monotonic() - start < 15
+    assert not selfcheck._running
+
+
+def test_children_that_are_killed_leave_no_verdict_behind() -> None:
+    found: list[tuple[int | None, str, str]] = []
+    child = _started("import time; time.sleep(100)")
+    waiting = threading.Thread(target=lambda: found.append(selfcheck._end_of(child, 100.0)))
+    waiting.start()
+    while not selfcheck._running:
+        time.sleep(0.01)
+    selfcheck.kill_children()
+    waiting.join(timeout=50)
+    ((code, *texts),) = found
+    assert code == -9
+    assert selfcheck.judge(code, *texts, 100.0).outcome is Outcome.INCONCLUSIVE
+    assert not selfcheck._running
 
 
 def _count_runs(monkeypatch: pytest.MonkeyPatch, found: Verdict) -> list[Check]:

@@ -43,6 +43,8 @@ class CheckResult:
     outcome: str | None
     """`passed`, `failed` or `inconclusive`; None where it has not run here."""
     what: str
+    seconds: float | None = None
+    """How long it took just now; None where it did not run just now."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ from .packages import PACKAGES, Imported, import_in_child, import_torch, install
 def examine(
     *,
     selfcheck: bool = False,
+    only: Collection[str] = (),
     environ: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Diagnosis:
-    """Looks at everything. `selfcheck` runs the self-check of every native kernel anew on every visible GPU.
+    """Looks at everything. `selfcheck` runs self-checks anew on every visible GPU.
 
-    `environ` (default: the process's) is where the settings are read. `tell` is called with a line before what takes
-    long. Nothing is patched, and the settings in force are the same afterwards.
+    They are those of every native kernel, or with `only` of the ops and backends of these names; an op that is off by
+    default is looked at where it, or a backend of it, is named. `environ` (default: the process's) is where the
+    settings are read. `tell` is called with a line before what takes long, and after each self-check, from any thread.
+    Nothing is patched, and the settings in force are the same afterwards.
     """
     it = Examination()
     valid = valid_settings(it, os.environ if environ is None else environ)
@@ -45,7 +48,7 @@ def examine(
         if torch is not None:
             versions += _cuda_versions(it, torch, libraries)
             kernels = it.attempt(
-                "which kernels serve", lambda: all_kernels(gpus, torch.version.cuda, selfcheck, tell), nothing
+                "which kernels serve", lambda: all_kernels(gpus, torch.version.cuda, selfcheck, only, tell), nothing
             )
         judge_checks(it, kernels)
         judge_fla(it, gpus)

@@ -144,6 +144,16 @@ def requirement(extra: str, cuda: str | None) -> str:
     return f'"fusepatch[{_cuda_extra(cuda) if extra == "cuda" else extra}]"'
 
 
+_IN_NO_EXTRA = {"flash_qla": "flash-qla", "tilelang": "flash-qla"}
+"""Modules that none of our extras brings, and what does."""
+
+
+def install(missing: Sequence[str], cuda: str | None) -> str:
+    """The command that brings these modules, which a backend needs."""
+    wanted = dict.fromkeys(_IN_NO_EXTRA.get(module) or requirement("cuda", cuda) for module in missing)
+    return f"pip install {' '.join(wanted)}"
+
+
 def _cuda_extra(cuda: str | None) -> str:
     return "cuda12" if (cuda or "").startswith("12.") else "cuda13"
 

@@ -7,10 +7,13 @@ The file is Markdown: rows for docs/evidence.md, what was wrong, and everything 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -21,6 +24,7 @@ from typing import Any
 from .. import settings
 from .diagnosis import Diagnosis, Kernel
 from .examination import examine
+from .text import checks_in_words
 
 OP = "gated_mlp"
 PARITY_LIMIT_S, BENCHMARK_LIMIT_S = 600.0, 1800.0
@@ -101,9 +105,12 @@ def write(path: Path, tell: Callable[[str], None]) -> Report:
     steps, left_out = plan(diagnosis)
     report = Report(date.today().isoformat(), diagnosis, (), left_out)
     path.write_text(str(report))
-    for step in steps:
-        tell(f"running {step}")
-        report = Report(report.day, diagnosis, (*report.done, run(step)), left_out)
+    for number, step in enumerate(steps, 1):
+        where = f"{number} of {len(steps)}"
+        tell(f"{where}, at most {step.limit_s / 60:.0f} minutes: {step}")
+        done = run(step, tell)
+        tell(f"{where}: {step.what} of {step.backend}: {done.outcome}, {done.seconds:.0f} s")
+        report = Report(report.day, diagnosis, (*report.done, done), left_out)
         path.write_text(str(report))
     return report
 
@@ -139,25 +146,46 @@ def _parity(kernel: Kernel, on_gpu: bool) -> Step:
     return Step("parity", kernel.backend, arguments, environment, PARITY_LIMIT_S)
 
 
-def run(step: Step) -> Done:
-    """Runs a step in a child process."""
+def run(step: Step, tell: Callable[[str], None]) -> Done:
+    """Runs a step in a child process; `tell` gets each line that it writes."""
     others = {name: text for name, text in os.environ.items() if not name.startswith(settings.PREFIX)}
     cache = {name: text for name, text in os.environ.items() if name == f"{settings.PREFIX}_CACHE_DIR"}
     start = time.monotonic()
-    try:
-        done = subprocess.run(
-            [sys.executable, *step.arguments],
-            env={**others, **cache, **step.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=step.limit_s,
-            check=False,
-        )
-        code, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        code, output = None, error.stdout or b""
-    return Done(step, code, round(time.monotonic() - start, 1), output.decode(errors="replace")[-MOST_CHARACTERS:])
+    ran_past_limit = threading.Event()
+    lines = []
+    with subprocess.Popen(
+        [sys.executable, *step.arguments],
+        env={**others, **cache, **step.environment, "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # what it starts must end with it: the next step is timed on the same GPU
+    ) as child:
+
+        def end() -> None:
+            ran_past_limit.set()
+            _kill(child)
+
+        timer = threading.Timer(step.limit_s, end)
+        timer.start()
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                lines.append(line)
+                tell(f"  {line.rstrip()}")
+            child.wait()
+        finally:
+            timer.cancel()
+            _kill(child)
+    code = None if ran_past_limit.is_set() else child.returncode
+    return Done(step, code, round(time.monotonic() - start, 1), "".join(lines)[-MOST_CHARACTERS:])
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(OSError):  # nothing of it is left
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------------------------------- the file
@@ -174,6 +202,14 @@ def _sections(report: Report) -> Iterator[str]:
         yield "## What was not run\n\n" + "\n".join(f"- {each}" for each in report.left_out)
     if found.findings:
         yield "## What is wrong\n\n" + "\n".join(f"- {each}" for each in found.findings)
+    checks = [(kernel, check) for kernel in found.kernels for check in kernel.checks if check.seconds is not None]
+    if checks:
+        rows = ["| op | case | on | outcome | s | what |", "| --- | --- | --- | --- | --- | --- |"]
+        rows += [
+            f"| {kernel.op} | {each.case} | {each.device} | {each.outcome} | {each.seconds} | {_cell(each.what)} |"
+            for kernel, each in checks
+        ]
+        yield "## Self-checks\n\nSeveral ran side by side.\n\n" + "\n".join(rows)
     for done in report.done:
         yield f"## {done.step.what} of {done.step.backend}: {done.outcome}\n\n`{done.step}`\n\n{_fenced(done.output)}"
     yield "## Everything\n\n" + _fenced(json.dumps(report.to_dict(), indent=1), "json")
@@ -182,14 +218,13 @@ def _sections(report: Report) -> Iterator[str]:
 def _seen(report: Report) -> Iterator[tuple[str, str, str, str]]:
     """(op and route, backend, what was seen, the command) of each check that ran."""
     for kernel in report.diagnosis.kernels:
-        outcomes = [check.outcome for check in kernel.checks if check.outcome is not None]
-        if outcomes:
-            counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
+        checks = [check for check in kernel.checks if check.outcome is not None]
+        if checks:
             yield (
                 f"{kernel.op}, {kernel.route} route",
                 kernel.backend,
-                f"self-checks: {counts}",
-                "fusepatch doctor --selfcheck",
+                f"self-checks: {checks_in_words(checks)}",
+                f"fusepatch doctor --selfcheck {kernel.backend}",
             )
     for done in report.done:
         route = next((text for name, text in done.step.environment.items() if name.endswith("_ROUTE")), "")
@@ -199,6 +234,10 @@ def _seen(report: Report) -> Iterator[tuple[str, str, str, str]]:
 
 def _row(report: Report, op: str, backend: str, seen: str, command: str) -> str:
     return f"| {op} | {backend} | {_where(report.diagnosis)} | {seen} | `{command}` | {report.day} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ") or "-"
 
 
 def _where(found: Diagnosis) -> str:

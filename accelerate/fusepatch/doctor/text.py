@@ -55,7 +55,7 @@ def _kernel_text(kernels: Sequence[Kernel]) -> str:
             ", ".join(each.devices),
             each.serves,
             each.reason or "-",
-            _checks_text(each.checks),
+            checks_in_words(each.checks),
             each.fix or "-",
         )
         for each in kernels
@@ -65,9 +65,12 @@ def _kernel_text(kernels: Sequence[Kernel]) -> str:
     return "\n".join([text, *(f"{each.value}: {each.meaning}." for each in Reason if each.value in reasons)])
 
 
-def _checks_text(checks: Sequence[CheckResult]) -> str:
+def checks_in_words(checks: Sequence[CheckResult]) -> str:
+    """How many had which outcome, and how long those took that ran just now."""
     outcomes = [check.outcome or "not run yet" for check in checks]
-    return ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)) or "-"
+    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)) or "-"
+    seconds = [check.seconds for check in checks if check.seconds is not None]
+    return f"{counts} ({min(seconds):.0f} to {max(seconds):.0f} s each)" if seconds else counts
 
 
 def _library_text(libraries: Sequence[Library]) -> str:
