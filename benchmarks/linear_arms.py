@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 import fusepatch
 
 from .linear_cases import Case, Op
@@ -59,11 +61,19 @@ def _backends(*, flash_qla: bool = False, tilelang: bool = False) -> Context:
     return lambda op, device: environment(**{name: str(int(on)) for name, on in switches.items()})
 
 
+def _backend_of(op: Op) -> str:
+    """Ours for the GPU that there is."""
+    if op.name == "kda":
+        return "cudnn_hopper"
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return "flash_qla" if on_hopper and importlib.util.find_spec("flash_qla") is not None else "cudnn_frost"
+
+
 @contextlib.contextmanager
 def _accelerated(op: Op, device: str) -> Iterator[None]:
     """`accelerated(op)` with the backend by name, as long as these serve only where they are named."""
     name = f"FUSEPATCH_{op.name.upper()}_BACKEND"
-    backend = "reference" if device == "cpu" else {"kda": "cudnn_hopper"}.get(op.name, "cudnn_frost")
+    backend = "reference" if device == "cpu" else _backend_of(op)
     chosen = {"FUSEPATCH_LOG": "warning", name: backend}
     with (
         _backends()(op, device),

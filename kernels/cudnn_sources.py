@@ -17,19 +17,21 @@ READ = "1.32.0"
 """The release that was read."""
 
 
-def path_of(*parts: str) -> Path:
+def path_of(*parts: str, package: str = "cudnn") -> Path:
     """Where this part of the package would lie; it need not exist."""
-    spec = importlib.util.find_spec("cudnn")
+    spec = importlib.util.find_spec(package)
     (folder, *_) = (spec and spec.submodule_search_locations) or [""]
     return Path(folder, *parts)
 
 
-def why_not_as_read(what: str, files: Sequence[Path], sha256: str) -> tuple[str, ...]:
+def why_not_as_read(
+    what: str, files: Sequence[Path], sha256: str, *, distribution: str = DISTRIBUTION, release: str = READ
+) -> tuple[str, ...]:
     """Where `files`, one after the other, are not those with this SHA-256, in words; `what` is their name there."""
     if not all(path.is_file() for path in files):
-        return (f"{DISTRIBUTION} has no such {what} as {READ} brings",)
+        return (f"{distribution} has no such {what} as {release} brings",)
     if hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() != sha256:
-        return (f"{what} of {DISTRIBUTION} is not that of {READ}, whose limits are known",)
+        return (f"{what} of {distribution} is not that of {release}, whose limits are known",)
     return ()
 
 

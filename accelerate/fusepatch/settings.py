@@ -62,7 +62,7 @@ OPS: dict[str, OpOptions] = {
             remark=" With `cudnn_hopper` the gradients of the gate's parameters are several times less exact than "
             "FLA's, and those of the gate and of the initial state are less exact too: see docs/evidence.md.",
         ),
-        OpOptions("gated_delta_rule", backends=("cudnn_frost", "reference"), default=False),
+        OpOptions("gated_delta_rule", backends=("flash_qla", "cudnn_frost", "reference"), default=False),
     )
 }
 

@@ -276,3 +276,17 @@ def test_an_environment_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError
     assert os.environ["FLA_FLASH_QLA"] == "1"
     assert "FLA_NEW" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_package", "backend"),
+    [((9, 0), True, "flash_qla"), ((9, 0), False, "cudnn_frost"), ((10, 0), True, "cudnn_frost")],
+)
+def test_whose_kernels_are_ours(
+    capability: tuple[int, int], has_package: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(linear_arms.importlib.util, "find_spec", lambda name: object() if has_package else None)
+    assert linear_arms._backend_of(OPS["gated_delta_rule"]) == backend
+    assert linear_arms._backend_of(OPS["kda"]) == "cudnn_hopper"

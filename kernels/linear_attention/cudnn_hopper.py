@@ -43,6 +43,8 @@ from ...decline import Reason
 from .. import cudnn_sources
 from ..autograd import differentiable_once
 from ..device import made_current
+from . import layouts
+from .layouts import dense
 from .problem import Call, Inputs, Problem
 
 WIDTH = 128
@@ -127,7 +129,7 @@ def why_no_library() -> Reason | None:
         return Reason.MISSING_PACKAGE
     try:
         fits = (
-            _takes(host.launch, _ARGUMENTS)
+            takes(host.launch, _ARGUMENTS)
             and host.DH == WIDTH
             and callable(host.workspace_bytes)
             and callable(host.library)
@@ -147,7 +149,7 @@ def _import(name: str) -> ModuleType:
     return importlib.import_module(f"cudnn.linear_attention.{name}")
 
 
-def _takes(function: Any, names: frozenset[str]) -> bool:
+def takes(function: Any, names: frozenset[str]) -> bool:
     """Whether `function` takes exactly these arguments by name, and any others only if it likes."""
     parameters = inspect.signature(function).parameters
     required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
@@ -255,12 +257,12 @@ def _flat(call: Call, inputs: Inputs) -> _Flat:
     _, _, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = inputs
     batch, length, value_heads, _ = v.shape
     return _Flat(
-        _dense(v).view(-1, value_heads, WIDTH),
-        _tokens(g),
+        dense(v).view(-1, value_heads, WIDTH),
+        layouts.tokens(g),
         beta.reshape(-1, value_heads),
         None if A_log is None else A_log.reshape(-1).contiguous(),
         None if dt_bias is None else dt_bias.reshape(-1, WIDTH).contiguous(),
-        None if initial_state is None else _dense(_inside(call, initial_state)),
+        None if initial_state is None else dense(_inside(call, initial_state)),
         _boundaries(batch, length, v.device) if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous(),
     )
 
@@ -286,7 +288,7 @@ def _around() -> ModuleType:
 
 
 def _prepare(call: Call, inputs: Inputs, flat: _Flat) -> Any:
-    q_MHK, k_MHK = _tokens(inputs.q), _tokens(inputs.k)
+    q_MHK, k_MHK = layouts.tokens(inputs.q), layouts.tokens(inputs.k)
     return _around().prepare(call, q_MHK, k_MHK, flat.g, flat.beta, flat.A_log, flat.dt_bias)
 
 
@@ -321,8 +323,8 @@ def backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_final_state: Ten
         # Read only, so that one tensor may stand for both.
         zeros = torch.zeros_like(grad_initial) if flat.state is None or grad_final_state is None else None
         initial = zeros if flat.state is None else flat.state
-        grad_final = zeros if grad_final_state is None else _dense(_inside(call, grad_final_state))
-        grad_out = _dense(grad_out)
+        grad_final = zeros if grad_final_state is None else dense(_inside(call, grad_final_state))
+        grad_out = dense(grad_out)
         frontend = _frontend()
         size = frontend.workspace_bytes(tokens, value_heads, sequences)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
@@ -356,24 +358,12 @@ def backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_final_state: Ten
 # ------------------------------------------------------------------------------------------------------------ layouts
 
 
-def _tokens(t: Tensor) -> Tensor:
-    """`t [B, T, heads, K]` as [M, heads, K] of unit inner stride: a view where it can be one, else a copy."""
-    flat = t.reshape(-1, *t.shape[2:])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
-
-
-def _dense(t: Tensor) -> Tensor:
-    """`t` contiguous, and on an address from which 16 bytes can be read at once."""
-    t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
-
-
 def _inside(call: Call, state: Tensor) -> Tensor:
-    return state if call.state_v_first else state.transpose(-1, -2)
+    return layouts.state(state, is_v_first=call.state_v_first, v_first=True)
 
 
 def _outside(call: Call, state_NGVK: Tensor) -> Tensor:
-    return state_NGVK if call.state_v_first else state_NGVK.transpose(-1, -2).contiguous()
+    return layouts.state(state_NGVK, is_v_first=True, v_first=call.state_v_first).contiguous()
 
 
 def _boundaries(batch: int, length: int, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import made_current
+from .elementwise import L2_EPS, launch, sigmoid, sigmoid_slope, softplus
 from .problem import GATES, Call
 
 _ROWS = 16
@@ -34,32 +34,8 @@ _WARPS = 4
 _PROGRAMS = 1056
 """Of a backward pass, all heads together, where there are the tokens: 8 for each multiprocessor of an H200."""
 
-_L2_EPS = tl.constexpr(1e-6)  # reference.L2_EPS; a kernel reads no other kind of global
 _SOFTPLUS = tl.constexpr(GATES.index("softplus"))
 _BOUNDED = tl.constexpr(GATES.index("bounded"))
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)), to full relative accuracy at either end: where 1 + u rounds, log(1 + u) / (1 + u - 1) makes
-    up for it."""
-    u = tl.exp(-tl.abs(x))
-    w = 1.0 + u
-    tail = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
-    return tl.where(x > 0, x, 0.0) + tail
-
-
-@triton.jit
-def _sigmoid(x):
-    u = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, u, 1.0) / (1.0 + u)
-
-
-@triton.jit
-def _sigmoid_slope(x):
-    """sigmoid(x) (1 - sigmoid(x)), without the cancellation of 1 - sigmoid near 1."""
-    u = tl.exp(-tl.abs(x))
-    return u / ((1.0 + u) * (1.0 + u))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -82,12 +58,12 @@ def _forward_kernel(
 
     q = tl.load(q_ptr + (rows * q_token + head * q_head)[:, None] + columns[None, :], mask=inside, other=0.0)
     q = q.to(tl.float32)
-    q_norm = tl.rsqrt(tl.sum(q * q, 1) + _L2_EPS)
+    q_norm = tl.rsqrt(tl.sum(q * q, 1) + L2_EPS)
     tl.store(q_out_ptr + out_at, (q * q_norm[:, None]).to(q_out_ptr.dtype.element_ty), mask=inside)
     tl.store(norm_at, q_norm, mask=is_first)
     k = tl.load(k_ptr + (rows * k_token + head * k_head)[:, None] + columns[None, :], mask=inside, other=0.0)
     k = k.to(tl.float32)
-    k_norm = tl.rsqrt(tl.sum(k * k, 1) + _L2_EPS)
+    k_norm = tl.rsqrt(tl.sum(k * k, 1) + L2_EPS)
     tl.store(k_out_ptr + out_at, (k * k_norm[:, None]).to(k_out_ptr.dtype.element_ty), mask=inside)
     tl.store(norm_at + tokens.to(tl.int64) * HEADS, k_norm, mask=is_first)
 
@@ -97,13 +73,13 @@ def _forward_kernel(
         g += tl.load(bias_ptr + value_head * WIDTH + columns).to(tl.float32)[None, :]
     rate = tl.exp(tl.load(rate_ptr + value_head).to(tl.float32)) if HAS_RATE else 1.0
     if GATE == _SOFTPLUS:
-        g = -rate * _softplus(g)
+        g = -rate * softplus(g)
     if GATE == _BOUNDED:
-        g = lower_bound * _sigmoid(rate * g)
+        g = lower_bound * sigmoid(rate * g)
     tl.store(g_out_ptr + out_at, g, mask=inside)
 
     beta = tl.load(beta_ptr + rows * beta_token + value_head * beta_head, mask=exists, other=0.0).to(tl.float32)
-    tl.store(beta_out_ptr + rows * VALUE_HEADS + value_head, _sigmoid(beta), mask=exists)
+    tl.store(beta_out_ptr + rows * VALUE_HEADS + value_head, sigmoid(beta), mask=exists)
 
 
 @triton.jit(do_not_specialize=["tokens", "span"])
@@ -140,16 +116,16 @@ def _backward_kernel(
                 g_at = g_ptr + (rows * g_token + value_head * g_head)[:, None] + columns[None, :]
                 raw = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
                 if GATE == _SOFTPLUS:
-                    rate_sum += tl.sum(grad * (-rate * _softplus(raw)), 0)
-                    grad = grad * (-rate * _sigmoid(raw))
+                    rate_sum += tl.sum(grad * (-rate * softplus(raw)), 0)
+                    grad = grad * (-rate * sigmoid(raw))
                 else:
-                    grad = grad * (lower_bound * rate * _sigmoid_slope(rate * raw))
+                    grad = grad * (lower_bound * rate * sigmoid_slope(rate * raw))
                     rate_sum += tl.sum(grad * raw, 0)
                 bias_sum += tl.sum(grad, 0)
             tl.store(raw_g_ptr + at, grad.to(raw_g_ptr.dtype.element_ty), mask=inside)
             beta_at = rows * VALUE_HEADS + value_head
             beta = tl.load(beta_ptr + rows * beta_token + value_head * beta_head, mask=exists, other=0.0).to(tl.float32)
-            grad_beta = tl.load(grad_beta_ptr + beta_at, mask=exists, other=0.0) * _sigmoid_slope(beta)
+            grad_beta = tl.load(grad_beta_ptr + beta_at, mask=exists, other=0.0) * sigmoid_slope(beta)
             tl.store(raw_beta_ptr + beta_at, grad_beta.to(raw_beta_ptr.dtype.element_ty), mask=exists)
         if HAS_RATE:
             tl.store(rate_sum_ptr + program * VALUE_HEADS + value_head, tl.sum(rate_sum))
@@ -232,7 +208,7 @@ def prepare(
     )  # fmt: skip
     grid = (triton.cdiv(tokens, _ROWS), value_heads)
     constants = _constants(call, heads, value_heads, width, A_log_G, dt_bias_GK)
-    _run(_forward_kernel, grid, arguments, constants)
+    launch(_forward_kernel, grid, arguments, constants, warps=_WARPS)
     kind = (q_MHK.device, q_MHK.dtype, g_MGK.dtype, beta_MG.dtype, *constants.values())
     if kind not in _compiled:
         _compile_backward(call, out, g_MGK, beta_MG, A_log_G, dt_bias_GK)
@@ -310,7 +286,7 @@ def _launch_backward(
     )  # fmt: skip
     grid = (programs, heads)
     constants = _constants(call, heads, value_heads, width, A_log, dt_bias)
-    _run(_backward_kernel, grid, arguments, constants, only_compile=only_compile)
+    launch(_backward_kernel, grid, arguments, constants, warps=_WARPS, only_compile=only_compile)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -326,15 +302,3 @@ def _constants(
         "HEADS": heads, "VALUE_HEADS": value_heads, "WIDTH": width, "ROWS": _ROWS, "GATE": GATES.index(call.gate),
         "HAS_RATE": A_log is not None, "HAS_BIAS": dt_bias is not None,
     }  # fmt: skip
-
-
-def _run(
-    kernel: Any, grid: tuple[int, int], arguments: tuple[Any, ...], constants: dict[str, Any], *,
-    only_compile: bool = False,
-) -> None:  # fmt: skip
-    device = arguments[0].device
-    with made_current(device):
-        if not only_compile:
-            kernel[grid](*arguments, **constants, num_warps=_WARPS)
-        elif device.type == "cuda":
-            kernel.run(*arguments, **constants, num_warps=_WARPS, grid=grid, warmup=True)._init_handles()

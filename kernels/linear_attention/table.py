@@ -9,7 +9,7 @@ import torch
 from ...decline import Reason, Route
 from .. import backends
 from ..backends import Backend, Table
-from . import cudnn_frost, cudnn_hopper
+from . import cudnn_frost, cudnn_hopper, flash_qla
 from .problem import Call, Problem
 
 CHECK = "fusepatch.kernels.linear_attention.check"
@@ -69,6 +69,8 @@ def choose(
 ) -> Backend | Reason:
     """The backend that serves `problem` for this many tokens and sequences, or why there is none: backends.choose."""
     found = backends.choose(table, problem, tokens, (), any_size)
-    if isinstance(found, Backend) and found is not REFERENCE:
-        return cudnn_hopper.why_not_size(problem, sequences) or found
-    return found
+    if not isinstance(found, Backend) or found is REFERENCE:
+        return found
+    if found.name == "flash_qla":
+        return flash_qla.why_not_size(problem, tokens, sequences) or found
+    return cudnn_hopper.why_not_size(problem, sequences) or found

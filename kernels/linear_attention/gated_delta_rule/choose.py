@@ -1,22 +1,41 @@
 """The table of backends of the gated delta rule; what it shares with KDA's is in ../table.py.
 
-On Hopper there is none that was measured to be faster than the library's.
+On Hopper, FlashQLA's kernels serve where they are named: through this package no GPU has run them yet.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ....decline import Reason
+from ....decline import Reason, Route
 from ....selfcheck import Standing
 from ... import backends
 from ...backends import Backend
-from .. import table
+from .. import flash_qla, table
 from ..problem import Call, Problem
 
 OP = "gated_delta_rule"
 REFERENCE = table.REFERENCE
-BACKENDS: tuple[Backend, ...] = (table.frost(OP), REFERENCE)
+BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        name="flash_qla",
+        module="fusepatch.kernels.linear_attention.flash_qla",
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        routes=frozenset({Route.FUSED}),
+        named_only=True,
+        packages=("triton", "flash_qla", "tilelang"),
+        drift=flash_qla.drift,
+        why_not=flash_qla.why_not,
+        capabilities=frozenset({(9, 0), (10, 0), (10, 3)}),
+        admits=table.not_measured,
+        compiled=lambda problem, tokens: flash_qla.is_compiled(problem),
+        check=table.CHECK,
+    ),
+    table.frost(OP),
+    REFERENCE,
+)
+"""In order of preference where none is named."""
+
 _CALL = Call(128**-0.5, l2norm=True, gate="softplus", beta_sigmoid=True)
 TABLE = table.table_of(OP, lambda: BACKENDS, _CALL)
 
