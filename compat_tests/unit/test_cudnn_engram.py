@@ -28,7 +28,7 @@ from fusepatch import ops, selfcheck, settings
 from fusepatch.decline import Reason
 from fusepatch.doctor import kernels
 from fusepatch.doctor.findings import Examination
-from fusepatch.kernels import cudnn_sources
+from fusepatch.kernels import vendor_sources
 from fusepatch.kernels.engram_gate import check, choose, cudnn_engram, op, reference
 from support import relative_error
 
@@ -512,8 +512,8 @@ def test_changed_sources_are_seen(name: str, tmp_path: Path, monkeypatch: pytest
 def test_versions_that_cudnn_asks_for(
     distribution: str, version: str | None, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = cudnn_sources.version_of
-    monkeypatch.setattr(cudnn_sources, "version_of", lambda name: version if name == distribution else real(name))
+    real = vendor_sources.version_of
+    monkeypatch.setattr(vendor_sources, "version_of", lambda name: version if name == distribution else real(name))
     assert (cudnn_engram.drift() == ()) is fits
     by_name(monkeypatch)
     assert reason() == "cudnn_engram" if fits else reason() is Reason.PACKAGE_DIFFERS

@@ -17,7 +17,7 @@ import torch
 
 from fusepatch.decline import Reason
 from fusepatch.doctor import packages
-from fusepatch.kernels import cudnn_sources
+from fusepatch.kernels import vendor_sources
 from fusepatch.kernels.backends import Backend
 from fusepatch.kernels.linear_attention import flash_qla, flash_qla_pieces
 from fusepatch.kernels.linear_attention.gated_delta_rule import choose
@@ -139,7 +139,7 @@ def test_a_library_that_does_not_import(error: Exception, reason: Reason, monkey
 
 
 def test_other_sources_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_sources, "path_of", lambda *parts, package: tmp_path.joinpath(*parts))
+    monkeypatch.setattr(vendor_sources, "path_of", lambda *parts, package: tmp_path.joinpath(*parts))
     assert flash_qla.drift() == ("flash-qla has no such kernels as 0.1.3 brings",)
     for parts in flash_qla._READ_FILES:
         path = tmp_path.joinpath(*parts)

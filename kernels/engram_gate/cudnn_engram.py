@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ...decline import Reason
-from .. import cudnn_sources
+from .. import vendor_sources
 
 if TYPE_CHECKING:
     from .choose import Problem
@@ -72,14 +72,14 @@ def drift() -> tuple[str, ...]:
     found = tuple(
         f"{name} is {version}, and cudnn.engram asks for {'.'.join(map(str, oldest))}"
         for name, oldest in _OLDEST.items()
-        if (version := cudnn_sources.version_of(name)) is not None and cudnn_sources.leading_numbers(version) < oldest
+        if (version := vendor_sources.version_of(name)) is not None and vendor_sources.leading_numbers(version) < oldest
     )
     files = [_folder() / name for name in _SOURCES]
-    return found + cudnn_sources.why_not_as_read("cudnn.engram", files, _DIGEST)
+    return found + vendor_sources.why_not_as_read("cudnn.engram", files, _DIGEST)
 
 
 def _folder() -> Path:
-    return cudnn_sources.path_of("engram")
+    return vendor_sources.path_of("engram")
 
 
 @functools.cache

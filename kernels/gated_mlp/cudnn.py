@@ -27,8 +27,8 @@ from torch.autograd import Function
 
 from ...decline import Reason
 from ...errors import type_and_first_line
-from .. import cudnn_sources
-from ..cudnn_sources import DISTRIBUTION
+from .. import vendor_sources
+from ..vendor_sources import DISTRIBUTION
 
 log = logging.getLogger("fusepatch")
 
@@ -129,10 +129,10 @@ def _cudnn_version() -> int | None:
 @functools.cache
 def drift() -> tuple[str, ...]:
     """Where the installed frontend is not the one that this file was written against, in words; it is not imported."""
-    version = cudnn_sources.version_of(DISTRIBUTION)
+    version = vendor_sources.version_of(DISTRIBUTION)
     if version is None:
         return (f"there is a package `cudnn` that {DISTRIBUTION} did not bring",)
-    if cudnn_sources.leading_numbers(version) < OLDEST_FRONTEND:
+    if vendor_sources.leading_numbers(version) < OLDEST_FRONTEND:
         return (f"{DISTRIBUTION} is {version}, older than {'.'.join(map(str, OLDEST_FRONTEND))}",)
     path = _path()
     try:
@@ -147,7 +147,7 @@ def drift() -> tuple[str, ...]:
 
 
 def _path() -> Path:
-    return cudnn_sources.path_of(MODULE)
+    return vendor_sources.path_of(MODULE)
 
 
 def _definitions(source: str) -> dict[str, tuple[str, ...] | None]:

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...decline import Reason
-from .. import cudnn_sources
+from .. import vendor_sources
 from ..autograd import differentiable_once
 from ..device import made_current
 from . import layouts
@@ -86,7 +86,7 @@ def _gate_is_bounded(problem: Problem) -> bool:
     return call.gate == "given" and call.safe_gate
 
 
-def why_not_size(problem: Problem, sequences: int) -> Reason | None:
+def why_not_size(problem: Problem, tokens: int, sequences: int) -> Reason | None:
     """What depends on the number of sequences."""
     return Reason.INDEX_RANGE if sequences * problem.value_heads > MOST_BLOCKS else None
 
@@ -98,8 +98,8 @@ _KERNEL, _DIGEST = "kda_bwd_sm90.cu", "47ed19df7f6097838f5fa166bce90ec937a83c29c
 @functools.cache
 def drift() -> tuple[str, ...]:
     """Where the installed kernel is not the one whose limits were read, in words; nothing of cuDNN is imported."""
-    path = cudnn_sources.path_of("linear_attention", "hopper", "cuda_kernels", _KERNEL)
-    return cudnn_sources.why_not_as_read(_KERNEL, [path], _DIGEST)
+    path = vendor_sources.path_of("linear_attention", "hopper", "cuda_kernels", _KERNEL)
+    return vendor_sources.why_not_as_read(_KERNEL, [path], _DIGEST)
 
 
 class _Frontend(NamedTuple):

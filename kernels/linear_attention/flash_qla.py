@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...decline import Reason
-from .. import cudnn_sources
+from .. import vendor_sources
 from ..autograd import differentiable_once
 from ..device import made_current
 from . import flash_qla_pieces as pieces_of
@@ -104,8 +104,8 @@ _DIGEST = "e662c369a6b40a2178e52e013162d055686e8a1afc8b7016c20b3505934040bb"
 @functools.cache
 def drift() -> tuple[str, ...]:
     """Where the installed FlashQLA is not the one whose limits were read, in words; nothing of it is imported."""
-    paths = [cudnn_sources.path_of(*parts, package="flash_qla") for parts in _READ_FILES]
-    return cudnn_sources.why_not_as_read("kernels", paths, _DIGEST, distribution=DISTRIBUTION, release=READ)
+    paths = [vendor_sources.path_of(*parts, package="flash_qla") for parts in _READ_FILES]
+    return vendor_sources.why_not_as_read("kernels", paths, _DIGEST, distribution=DISTRIBUTION, release=READ)
 
 
 _TOKENS = frozenset({"cu_seqlens", "chunk_size"})

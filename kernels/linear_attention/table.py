@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ...decline import Reason, Route
 from .. import backends
-from ..backends import Backend, Table
-from . import cudnn_frost, cudnn_hopper, flash_qla
+from ..backends import Table
+from . import cudnn_frost, cudnn_hopper
 from .problem import Call, Problem
 
 CHECK = "fusepatch.kernels.linear_attention.check"
+
+
+def _takes_any(problem: Problem, tokens: int, sequences: int) -> None:
+    """Of a backend that takes any number of tokens and sequences."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Backend(backends.Backend):
+    """Besides what every backend says of itself."""
+
+    why_not_size: Callable[[Problem, int, int], Reason | None] = _takes_any
+    """Why it can't serve so many tokens and sequences, if so."""
 
 
 def not_measured(problem: Problem, tokens: int) -> bool:
@@ -30,6 +43,7 @@ def frost(op: str) -> Backend:
         named_only=True,
         packages=("cudnn", "cutlass"),
         why_not=lambda problem: cudnn_frost.why_not(problem, op),
+        why_not_size=cudnn_hopper.why_not_size,
         capabilities=frozenset({(10, 0), (10, 3)}),
         admits=not_measured,
         compiled=lambda problem, tokens: False,
@@ -69,8 +83,4 @@ def choose(
 ) -> Backend | Reason:
     """The backend that serves `problem` for this many tokens and sequences, or why there is none: backends.choose."""
     found = backends.choose(table, problem, tokens, (), any_size)
-    if not isinstance(found, Backend) or found is REFERENCE:
-        return found
-    if found.name == "flash_qla":
-        return flash_qla.why_not_size(problem, tokens, sequences) or found
-    return cudnn_hopper.why_not_size(problem, sequences) or found
+    return found if isinstance(found, Reason) else found.why_not_size(problem, tokens, sequences) or found

@@ -10,9 +10,9 @@ import torch
 from ....decline import Reason, Route
 from ....selfcheck import Standing
 from ... import backends
-from ...backends import Backend
 from .. import flash_qla, table
 from ..problem import Call, Problem
+from ..table import Backend
 
 OP = "gated_delta_rule"
 REFERENCE = table.REFERENCE
@@ -26,6 +26,7 @@ BACKENDS: tuple[Backend, ...] = (
         packages=("triton", "flash_qla", "tilelang"),
         drift=flash_qla.drift,
         why_not=flash_qla.why_not,
+        why_not_size=flash_qla.why_not_size,
         capabilities=frozenset({(9, 0), (10, 0), (10, 3)}),
         admits=table.not_measured,
         compiled=lambda problem, tokens: flash_qla.is_compiled(problem),

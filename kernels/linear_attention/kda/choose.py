@@ -7,9 +7,9 @@ import torch
 from ....decline import Reason, Route
 from ....selfcheck import Standing
 from ... import backends
-from ...backends import Backend
 from .. import cudnn_hopper, table
 from ..problem import Call, Problem
+from ..table import Backend
 
 OP = "kda"
 REFERENCE = table.REFERENCE
@@ -25,6 +25,7 @@ BACKENDS: tuple[Backend, ...] = (
         packages=("fla", "triton", "cudnn", "cuda"),
         drift=cudnn_hopper.drift,
         why_not=cudnn_hopper.why_not,
+        why_not_size=cudnn_hopper.why_not_size,
         capabilities=frozenset({(9, 0)}),
         admits=table.not_measured,
         compiled=lambda problem, tokens: cudnn_hopper.is_compiled(problem),

@@ -1,7 +1,7 @@
-"""The files of nvidia-cudnn-frontend, the package `cudnn`, and its version: read without importing any of it.
+"""The files of another vendor's package, and its version: read without importing any of it.
 
-A backend of NVIDIA's kernels was written after reading their sources. Where other sources are installed, what was read
-may no longer hold.
+A backend of a vendor's kernels was written after reading their sources. Where other sources are installed, what was
+read may no longer hold. Where nothing else is said, the package is `cudnn`, of nvidia-cudnn-frontend.
 """
 
 from __future__ import annotations

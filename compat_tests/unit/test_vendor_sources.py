@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusepatch.kernels import cudnn_sources
+from fusepatch.kernels import vendor_sources
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(*names: str, read: bytes = b"ab") -> tuple[str, ...]:
-    files = [cudnn_sources.path_of("part", name) for name in names]
-    return cudnn_sources.why_not_as_read("part", files, hashlib.sha256(read).hexdigest())
+    files = [vendor_sources.path_of("part", name) for name in names]
+    return vendor_sources.why_not_as_read("part", files, hashlib.sha256(read).hexdigest())
 
 
 def test_sources_as_they_were_read(package: Path) -> None:
-    assert cudnn_sources.path_of("part", "a") == package / "part" / "a"
+    assert vendor_sources.path_of("part", "a") == package / "part" / "a"
     assert found("a", "b") == ()
 
 
@@ -61,13 +61,13 @@ def test_no_package(spec: SimpleNamespace | None, monkeypatch: pytest.MonkeyPatc
     ("version", "numbers"), [("1.32.0", (1, 32)), ("3.7.1+cu13", (3, 7)), ("4", (4,)), ("2.0rc1", (2,)), ("odd", ())]
 )
 def test_versions(version: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cudnn_sources.leading_numbers(version) == numbers
+    assert vendor_sources.leading_numbers(version) == numbers
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert cudnn_sources.version_of("anything") == version
+    assert vendor_sources.version_of("anything") == version
 
 
 def test_a_distribution_that_is_not_installed() -> None:
-    assert cudnn_sources.version_of("fusepatch-has-no-such-distribution") is None
+    assert vendor_sources.version_of("fusepatch-has-no-such-distribution") is None
 
 
 def test_nothing_of_the_package_is_imported() -> None:
