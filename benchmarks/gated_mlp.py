@@ -325,7 +325,7 @@ def _draw(case: Case, entries: Sequence[_Entry], sets: Sequence[data.Data], say:
             try:
                 entry.drawn = power.measure(_step(entry, case, "train", sets))
             except Exception as error:
-                entry.notes.append(f"power unavailable: {check.first_line(error)}")
+                say(f"  {entry.arm.name}: power unavailable: {check.first_line(error)}")
                 _raise_if_device_is_lost(case)
     say(f"  power ({time.monotonic() - began:.1f} s)")
 

@@ -1,4 +1,4 @@
-"""The clock and the power of the GPU while one arm runs on and on: whether the power limit is what bounds a step.
+"""The clock and the power of the GPU while one arm runs on and on: whether the power limit bounds a step.
 
 From `nvidia-smi`, which comes with the driver.
 """
@@ -18,7 +18,7 @@ SECONDS = 1.5
 _QUERY = "clocks.sm,power.draw.instant"
 _EVERY_MS = 50
 _CALLS = 4
-"""Queued between two waits for the device, which then never has fewer than these to run."""
+"""Queued between two waits for the device, which has these to run meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def measure(step: Step, seconds: float = SECONDS) -> Drawn:
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     command = ["nvidia-smi", "-i", f"GPU-{device.uuid}", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
-        smi = subprocess.Popen([*command, f"-lms={_EVERY_MS}"], stdout=subprocess.PIPE, text=True)
+        smi = subprocess.Popen([*command, f"--loop-ms={_EVERY_MS}"], stdout=subprocess.PIPE, text=True)
     except OSError as error:
         raise RuntimeError(f"nvidia-smi does not run: {error.strerror}") from None
     try:
@@ -42,7 +42,11 @@ def measure(step: Step, seconds: float = SECONDS) -> Drawn:
             _run_on(step, seconds)
     finally:
         smi.terminate()
-        printed, _ = smi.communicate()
+        try:
+            printed, _ = smi.communicate(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            smi.kill()
+            printed, _ = smi.communicate()
     return read(printed)
 
 

@@ -84,9 +84,9 @@ def measure_host(steps: Mapping[str, Step], limits: Limits, on_gpu: bool, failed
     return _rounds(steps, dict.fromkeys(_warm(steps, batch, failed), _HOST_CALLS), limits, failed, batch)
 
 
-_HOST_CALLS = _HOST_WARM = 50
-"""Entering a context of ours patches classes, whereupon Python forgets what it had specialised, and learns it again
-over some tens of calls. A model is patched once."""
+_HOST_CALLS, _HOST_WARM = 20, 50
+"""How many count, after how many that do not. Entering a context of ours patches classes, whereupon Python forgets what
+it had specialised, and learns it again over some tens of calls. A model is patched once."""
 
 
 _Batch = Callable[[Step, int, int], float]

@@ -266,6 +266,8 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
         sys.stderr.flush()
 
     if options.report is not None:
+        if options.selfcheck:
+            raise CommandError("--report checks everything: leave out --selfcheck and its names")
         from .doctor import report_file
 
         try:

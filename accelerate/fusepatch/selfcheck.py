@@ -101,8 +101,8 @@ class Standing:
 
 
 _verdicts: dict[tuple[Check, str], Verdict] = {}
-_running: set[subprocess.Popen[str]] = set()
-"""The children of this process, in any of its threads."""
+_running: dict[subprocess.Popen[str], threading.Event | None] = {}
+"""The children of this process, in any of its threads, and what stops each besides its limit."""
 _lock = threading.Lock()
 
 
@@ -136,15 +136,16 @@ def on_disk(check: Check, device: torch.device) -> Verdict | None:
     return _read(_place(identity(check, device_kind(device))))
 
 
-def renew(check: Check, devices: Sequence[torch.device]) -> tuple[Verdict, ...]:
+def renew(check: Check, devices: Sequence[torch.device], stop: threading.Event | None = None) -> tuple[Verdict, ...]:
     """Runs the check now on each of `devices`, all of one kind, and puts the worst verdict on disk.
 
-    This process keeps the verdicts it has: what serves a call must not change while a model runs.
+    This process keeps the verdicts it has: what serves a call must not change while a model runs. With `stop`, another
+    thread can end it: see `end_checks`.
     """
     key = identity(check, device_kind(devices[0]))
     path = _place(key)
     with disk.one_process(path.with_suffix(".lock"), WAIT_LIMIT_S):
-        found = tuple(_timed(check, device) for device in devices)
+        found = tuple(_timed(check, device, stop) for device in devices)
         by_weight = (Outcome.FAILED, Outcome.INCONCLUSIVE, Outcome.PASSED)
         worst = min(found, key=lambda each: by_weight.index(each.outcome))
         if worst.outcome is not Outcome.INCONCLUSIVE:
@@ -152,9 +153,9 @@ def renew(check: Check, devices: Sequence[torch.device]) -> tuple[Verdict, ...]:
     return found
 
 
-def _timed(check: Check, device: torch.device) -> Verdict:
+def _timed(check: Check, device: torch.device, stop: threading.Event | None) -> Verdict:
     start = time.monotonic()
-    found = run(check, device)
+    found = run(check, device, stop=stop)
     return replace(found, seconds=round(time.monotonic() - start, 1))
 
 
@@ -264,8 +265,12 @@ def _write(path: Path, found: Verdict, key: dict[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------------ the child
 
 
-def run(check: Check, device: torch.device, *, limit_s: float = CHILD_LIMIT_S) -> Verdict:
+def run(
+    check: Check, device: torch.device, *, limit_s: float = CHILD_LIMIT_S, stop: threading.Event | None = None
+) -> Verdict:
     """Runs the check in a child process now, and judges what it left behind."""
+    if stop is not None and stop.is_set():
+        return Verdict(Outcome.INCONCLUSIVE, "stopped before it began")
     environment = {name: text for name, text in os.environ.items() if not name.startswith("FUSEPATCH")}
     # What the child compiles is then here for this process.
     environment[f"{settings.PREFIX}_CACHE_DIR"] = str(settings.current().cache_dir)
@@ -286,20 +291,25 @@ def run(check: Check, device: torch.device, *, limit_s: float = CHILD_LIMIT_S) -
         )
     except (OSError, TypeError) as error:  # an embedded Python has no executable; or no more processes may start
         return Verdict(Outcome.INCONCLUSIVE, f"no child process could be started: {error}")
-    code, output, complaints = _end_of(child, limit_s)
+    code, output, complaints = _end_of(child, limit_s, stop)
     return judge(code, output, complaints, limit_s)
 
 
-def _end_of(child: subprocess.Popen[str], limit_s: float) -> tuple[int | None, str, str]:
+def _end_of(child: subprocess.Popen[str], limit_s: float, stop: threading.Event | None) -> tuple[int | None, str, str]:
     """The child's exit code, None where it ran past the limit and was killed, and what it wrote."""
-    _running.add(child)
+    _running[child] = stop
+    if stop is not None and stop.is_set():  # since it was started
+        _kill(child)
     try:
         output, complaints = child.communicate(timeout=limit_s)
         return child.returncode, output, complaints
     except subprocess.TimeoutExpired:
         _kill(child)
+    except BaseException:  # Ctrl-C, which a session of its own does not hear
+        _kill(child)
+        raise
     finally:
-        _running.discard(child)
+        del _running[child]
     try:
         output, complaints = child.communicate(timeout=KILLED_LIMIT_S)
         return None, output, complaints
@@ -307,10 +317,12 @@ def _end_of(child: subprocess.Popen[str], limit_s: float) -> tuple[int | None, s
         return None, (error.stdout or b"").decode(errors="replace"), ""
 
 
-def kill_children() -> None:
-    """Ends every check that runs, which is then inconclusive. They have sessions of their own, and hear no Ctrl-C."""
-    for child in tuple(_running):
-        _kill(child)
+def end_checks(stop: threading.Event) -> None:
+    """Sets `stop`: those checks that run with it end now, inconclusive, and no other begins."""
+    stop.set()
+    for child, its in tuple(_running.items()):
+        if its is stop:
+            _kill(child)
 
 
 def _kill(child: subprocess.Popen[str]) -> None:

@@ -30,22 +30,30 @@ def admitted() -> Iterator[tuple[str, str, str]]:
         yield f"M{tokens}_H{hidden}_I{inner}", "compile_fusepatch_hopper", "compile"
 
 
+Times = tuple[float, float, float]
+"""20th percentile, median, 80th percentile."""
+
+
 @pytest.fixture(scope="module")
-def measured() -> dict[tuple[str, str, str], dict[str, float]]:
-    """By run, case and mode: the median of each arm. The file is in order of time."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
+def measured() -> dict[tuple[str, str, str], dict[str, Times]]:
+    """By run, case and mode: the times of each arm, ascending in date."""
+    found: dict[tuple[str, str, str], dict[str, Times]] = {}
     with _ROWS.open(newline="") as file:
-        for row in csv.DictReader(file):
+        for row in sorted(csv.DictReader(file), key=lambda row: row["date"]):
             if row["metric"] == "time":
-                found.setdefault((row["run"], row["case"], row["mode"]), {})[row["arm"]] = float(row["p50"])
+                times = float(row["p20"]), float(row["p50"]), float(row["p80"])
+                found.setdefault((row["run"], row["case"], row["mode"]), {})[row["arm"]] = times
     return found
 
 
 @pytest.mark.parametrize(("case", "ours", "theirs"), list(admitted()))
 @pytest.mark.parametrize("mode", ["train", "forward"])
 def test_it_was_ahead_when_it_was_last_measured(
-    measured: dict[tuple[str, str, str], dict[str, float]], case: str, ours: str, theirs: str, mode: str
+    measured: dict[tuple[str, str, str], dict[str, Times]], case: str, ours: str, theirs: str, mode: str
 ) -> None:
     arms = [found for (_, *of), found in measured.items() if of == [case, mode] and {ours, theirs} <= found.keys()]
     assert arms, "admitted, and never measured"
-    assert arms[-1][ours] < arms[-1][theirs]
+    (p20, p50, p80), (their_p20, their_p50, _) = arms[-1][ours], arms[-1][theirs]
+    assert p50 < their_p50
+    # Level forward is enough for a route that both passes must share; the step must win by more than it varies.
+    assert p80 < their_p20 if mode == "train" else p20 < their_p50

@@ -657,7 +657,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Outcome]:
     """What the checks find, by a word of their case or by device; `passed` where nothing is said."""
     found: dict[str, Outcome] = {}
 
-    def run(check: selfcheck.Check, device: torch.device) -> Verdict:
+    def run(check: selfcheck.Check, device: torch.device, stop: threading.Event | None = None) -> Verdict:
         said = [outcome for word, outcome in found.items() if word in (*check.case.split(), str(device))]
         return Verdict(said[0] if said else Outcome.PASSED, f"seen on {device}" if said else "")
 
@@ -790,7 +790,7 @@ def test_how_many_checks_run_side_by_side(
     running: list[int] = []
     most: list[int] = []
 
-    def run(check: selfcheck.Check, device: torch.device) -> Verdict:
+    def run(check: selfcheck.Check, device: torch.device, stop: threading.Event | None = None) -> Verdict:
         running.append(1)
         with contextlib.suppress(threading.BrokenBarrierError):  # the last checks, which are fewer
             together.wait(timeout=1.0)
@@ -804,8 +804,8 @@ def test_how_many_checks_run_side_by_side(
 
 
 def test_an_interrupt_does_not_wait_for_the_checks(gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that run are killed, and those that wait are not begun; nothing is remembered."""
-    gpus((9, 0))
+    """Those that run are killed, and those that wait, also for the second GPU, are not begun; nothing is remembered."""
+    gpus((9, 0), (9, 0))
     begun: list[selfcheck.Check] = []
     popen = subprocess.Popen
 
@@ -853,6 +853,8 @@ def test_the_command_takes_names(
     found = json.loads(capsys.readouterr().out)
     cases = [check["case"] for row in found["kernels"] for check in row["checks"] if check["seconds"] is not None]
     assert backends_of(cases) == {"hopper"}
+    assert cli.main(["doctor", "--selfcheck", "hopper", "--report", "report.md"]) == cli.USAGE_ERROR
+    assert "--report checks everything" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", "--selfcheck", "hoper"])
     assert ended.value.code == cli.USAGE_ERROR
@@ -926,7 +928,7 @@ def test_a_real_check_replaces_a_verdict_on_disk(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     check, device = selfcheck.Check("fusepatch.kernels.gated_mlp.check", "triton pointwise float32 silu"), "cpu"
     with monkeypatch.context() as patch:
-        patch.setattr(selfcheck, "run", lambda check, device: Verdict(Outcome.FAILED, "long ago"))
+        patch.setattr(selfcheck, "run", lambda check, device, **options: Verdict(Outcome.FAILED, "long ago"))
         selfcheck.renew(check, [torch.device(device)])
     assert selfcheck.on_disk(check, torch.device(device)) == Verdict(Outcome.FAILED, "long ago")
     assert selfcheck.renew(check, [torch.device(device)]) == (Verdict(Outcome.PASSED),)

@@ -193,6 +193,16 @@ def test_what_a_step_started_ends_with_it() -> None:
     assert not is_alive(int(done.output))
 
 
+def test_a_limit_is_one_whoever_holds_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process does that is in a session of its own, or hangs in the driver."""
+    monkeypatch.setattr(report_file, "KILLED_LIMIT_S", 0.5)
+    code = "import subprocess, sys; print('first', flush=True); subprocess.Popen([sys.executable, '-c', 'import time; "
+    code += "time.sleep(20)'], start_new_session=True).wait()"
+    done = report_file.run(Step("benchmark", "x", ("-c", code), {}, 2.0), lambda line: None)
+    assert (done.code, done.output) == (None, "first\n")
+    assert done.seconds < 10
+
+
 def is_alive(process: int) -> bool:
     for _ in range(100):  # until whoever adopts it has taken note of its end
         try:

@@ -162,19 +162,22 @@ def test_a_child_that_can_not_be_ended_is_not_waited_for(monkeypatch: pytest.Mon
     lasts = "import subprocess, sys, time; print('a mark', flush=True); subprocess.Popen([sys.executable, '-c', "
     lasts += "'import time; time.sleep(20)'], start_new_session=True); time.sleep(100)"
     start = time.monotonic()
-    assert selfcheck._end_of(_started(lasts), 2.0) == (None, "a mark\n", "")
+    assert selfcheck._end_of(_started(lasts), 2.0, None) == (None, "a mark\n", "")
     assert time.monotonic() - start < 15
     assert not selfcheck._running
 
 
-def test_children_that_are_killed_leave_no_verdict_behind() -> None:
+def test_checks_that_are_ended_leave_no_verdict_behind() -> None:
+    stop, another = threading.Event(), threading.Event()
     found: list[tuple[int | None, str, str]] = []
     child = _started("import time; time.sleep(100)")
-    waiting = threading.Thread(target=lambda: found.append(selfcheck._end_of(child, 100.0)))
+    waiting = threading.Thread(target=lambda: found.append(selfcheck._end_of(child, 100.0, stop)))
     waiting.start()
     while not selfcheck._running:
         time.sleep(0.01)
-    selfcheck.kill_children()
+    selfcheck.end_checks(another)
+    assert child.poll() is None, "it was somebody else's"
+    selfcheck.end_checks(stop)
     waiting.join(timeout=50)
     ((code, *texts),) = found
     assert code == -9
@@ -182,9 +185,32 @@ def test_children_that_are_killed_leave_no_verdict_behind() -> None:
     assert not selfcheck._running
 
 
+def test_a_check_that_was_ended_before_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = threading.Event()
+    child = _started("import time; time.sleep(100)")  # it is set between the start and the waiting
+    stop.set()
+    assert selfcheck._end_of(child, 100.0, stop)[0] == -9
+    monkeypatch.setattr(subprocess, "Popen", None)
+    found = selfcheck.run(Check("module", "case"), torch.device("cpu"), stop=stop)
+    assert found.outcome is Outcome.INCONCLUSIVE
+
+
+def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = _started("import time; time.sleep(100)")
+
+    def interrupted(timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(child, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        selfcheck._end_of(child, 100.0, None)
+    assert child.wait(timeout=20) == -9
+    assert not selfcheck._running
+
+
 def _count_runs(monkeypatch: pytest.MonkeyPatch, found: Verdict) -> list[Check]:
     runs: list[Check] = []
-    monkeypatch.setattr(selfcheck, "run", lambda check, device: runs.append(check) or found)
+    monkeypatch.setattr(selfcheck, "run", lambda check, device, **options: runs.append(check) or found)
     return runs
 
 

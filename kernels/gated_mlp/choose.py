@@ -231,7 +231,7 @@ BACKENDS: tuple[Backend, ...] = (
         check="fusepatch.kernels.gated_mlp.check",
         admits=_cudnn_wins,
         fewest_tokens=8192,
-        # Our side of it has run on no GPU yet.
+        # It has not been timed through this package.
         named_only=True,
         warmed_only=True,
         compiled=lambda problem, tokens: False,  # it stops the device where a size or a stream is new to it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -109,9 +110,11 @@ def _renew(jobs: Sequence[_Job], tell: Callable[[str], None]) -> dict[_Job, tupl
     """Runs the checks anew, several side by side, and says when each begins and how it ended."""
     from .. import selfcheck
 
+    stop = threading.Event()
+
     def renew(job: _Job) -> tuple[Verdict, ...]:
         tell(f"checking {_in_words(job)}")
-        return selfcheck.renew(*job)
+        return selfcheck.renew(*job, stop)
 
     at_once = min(_at_once(), len(jobs))
     tell(f"{len(jobs)} self-checks, {at_once} at a time; each is given up after {selfcheck.CHILD_LIMIT_S:.0f} s")
@@ -123,7 +126,7 @@ def _renew(jobs: Sequence[_Job], tell: Callable[[str], None]) -> dict[_Job, tupl
             tell(f"{number} of {len(jobs)}: {ended}: {_in_words(futures[future])}")
     except BaseException:  # Ctrl-C among them, which else would wait for what runs
         pool.shutdown(wait=False, cancel_futures=True)
-        selfcheck.kill_children()
+        selfcheck.end_checks(stop)
         raise
     finally:
         pool.shutdown()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
+from ..selfcheck import KILLED_LIMIT_S
 from .diagnosis import Diagnosis, Kernel
 from .examination import examine
 from .text import checks_in_words
@@ -151,9 +152,8 @@ def run(step: Step, tell: Callable[[str], None]) -> Done:
     others = {name: text for name, text in os.environ.items() if not name.startswith(settings.PREFIX)}
     cache = {name: text for name, text in os.environ.items() if name == f"{settings.PREFIX}_CACHE_DIR"}
     start = time.monotonic()
-    ran_past_limit = threading.Event()
-    lines = []
-    with subprocess.Popen(
+    lines: list[str] = []
+    child = subprocess.Popen(
         [sys.executable, *step.arguments],
         env={**others, **cache, **step.environment, "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
@@ -162,25 +162,28 @@ def run(step: Step, tell: Callable[[str], None]) -> Done:
         text=True,
         errors="replace",
         start_new_session=True,  # what it starts must end with it: the next step is timed on the same GPU
-    ) as child:
+    )
 
-        def end() -> None:
-            ran_past_limit.set()
-            _kill(child)
-
-        timer = threading.Timer(step.limit_s, end)
-        timer.start()
-        try:
-            assert child.stdout is not None
+    def read() -> None:
+        assert child.stdout is not None
+        with child.stdout:
             for line in child.stdout:
                 lines.append(line)
                 tell(f"  {line.rstrip()}")
-            child.wait()
-        finally:
-            timer.cancel()
-            _kill(child)
-    code = None if ran_past_limit.is_set() else child.returncode
-    return Done(step, code, round(time.monotonic() - start, 1), "".join(lines)[-MOST_CHARACTERS:])
+
+    # In a thread, so that nobody who holds the pipe, or hangs in the driver, makes this wait past the limit.
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    code: int | None = None
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = child.wait(step.limit_s)
+    finally:
+        _kill(child)
+    reader.join(KILLED_LIMIT_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(KILLED_LIMIT_S)
+    return Done(step, code, round(time.monotonic() - start, 1), "".join(tuple(lines))[-MOST_CHARACTERS:])
 
 
 def _kill(child: subprocess.Popen[str]) -> None:
