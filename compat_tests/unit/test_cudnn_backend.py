@@ -563,7 +563,7 @@ def test_doctor_says_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "_path", lambda: ours.Path("/no/such/file"))
     settings.install(settings.read({}))
     it = Examination()
-    kernels.judge_checks(it, kernels.all_kernels((), None, False, lambda line: None))
+    kernels.judge_checks(it, kernels.all_kernels((), None, False, (), lambda line: None))
     (finding,) = {found for found in it.findings if "cudnn" in found.what}
     assert finding.level == "warning"
     assert "/no/such/file can't be read" in finding.what

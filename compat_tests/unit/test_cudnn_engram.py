@@ -548,5 +548,5 @@ def test_doctor_says_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_engram, "_folder", lambda: Path("/no/such/folder"))
     settings.install(settings.read({"FUSEPATCH_ENGRAM_GATE": "1"}))
     it = Examination()
-    kernels.judge_checks(it, kernels.all_kernels((), None, False, lambda line: None))
+    kernels.judge_checks(it, kernels.all_kernels((), None, False, (), lambda line: None))
     assert any("no such cudnn.engram" in finding.what for finding in it.findings)
