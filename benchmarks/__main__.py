@@ -48,13 +48,7 @@ def _add_gated_mlp(commands: _Commands) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--activation", default="silu", help=f"comma list of {', '.join(ACTIVATIONS)} (default: silu)")
     parser.add_argument("--layout", choices=LAYOUTS, default="separate", help="of gate and up in the stock module")
-    parser.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
-    parser.add_argument(
-        "--seconds-per-case",
-        type=_positive,
-        default=4.0,
-        help="for timing one shape in one mode, all arms together (default: 4)",
-    )
+    _limits(parser, 4, "for timing one shape in one mode, all arms together")
     parser.add_argument(
         "--prepare-seconds",
         type=_positive,
@@ -72,10 +66,7 @@ def _add_gated_mlp_kernels(commands: _Commands) -> None:
     parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="as for gated_mlp")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--activation", choices=ACTIVATIONS, default="silu")
-    parser.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
-    parser.add_argument(
-        "--seconds-per-case", type=_positive, default=2.0, help="for timing one part of one shape (default: 2)"
-    )
+    _limits(parser, 2, "for timing one part of one shape")
     _where(parser)
     parser.set_defaults(run=_gated_mlp_kernels)
 
@@ -97,8 +88,7 @@ def _add_linear_attention(commands: _Commands) -> None:
     )
     parser.add_argument("--modes", help="comma list of train, train_graph, forward, host, memory (default: all)")
     parser.add_argument("--model", action="store_true", help="a training step of a language model instead")
-    parser.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
-    parser.add_argument("--seconds-per-case", type=_positive, default=4.0, help="as for gated_mlp (default: 4)")
+    _limits(parser, 4, "as for gated_mlp")
     _where(parser)
     parser.set_defaults(run=_linear_attention)
 
@@ -116,8 +106,7 @@ def _add_engram_gate(commands: _Commands) -> None:
         "--scopes", default="gate,consumer", help="comma list: the gate alone, and with projection and its gradients"
     )
     parser.add_argument("--modes", help="comma list of forward, train, backward, host (default: all)")
-    parser.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
-    parser.add_argument("--seconds-per-case", type=_positive, default=4.0, help="as for gated_mlp (default: 4)")
+    _limits(parser, 4, "as for gated_mlp")
     _where(parser)
     parser.set_defaults(run=_engram_gate)
 
@@ -153,6 +142,14 @@ def _add_merge(commands: _Commands) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--results", type=Path, default=results.RESULTS)
     parser.set_defaults(run=_merge)
+
+
+def _limits(parser: argparse.ArgumentParser, seconds: int, what: str) -> None:
+    """What `timing.Limits` is made of."""
+    parser.add_argument("--repeats", type=_positive_int, default=50, help="batches of each arm, at most (default: 50)")
+    parser.add_argument(
+        "--seconds-per-case", type=_positive, default=float(seconds), help=f"{what} (default: {seconds})"
+    )
 
 
 def _where(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,6 @@ More processes than cores only slow each other down, and the GPU is shared out a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -23,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from fusepatch.selfcheck import kill_session
 
 from . import check, data, tuning
 from .arms import ARMS, Arm, why_unavailable
@@ -121,8 +122,7 @@ def _finish(trial: _Trial, seconds: float) -> dict[Hashable, str]:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Ends the process and those that it started: it leads a session of its own."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_session(process)
     process.wait()
 
 

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -299,14 +300,14 @@ def _end_of(child: subprocess.Popen[str], limit_s: float, stop: threading.Event 
     """The child's exit code, None where it ran past the limit and was killed, and what it wrote."""
     _running[child] = stop
     if stop is not None and stop.is_set():  # since it was started
-        _kill(child)
+        kill_session(child)
     try:
         output, complaints = child.communicate(timeout=limit_s)
         return child.returncode, output, complaints
     except subprocess.TimeoutExpired:
-        _kill(child)
+        kill_session(child)
     except BaseException:  # Ctrl-C, which a session of its own does not hear
-        _kill(child)
+        kill_session(child)
         raise
     finally:
         del _running[child]
@@ -322,10 +323,11 @@ def end_checks(stop: threading.Event) -> None:
     stop.set()
     for child, its in tuple(_running.items()):
         if its is stop:
-            _kill(child)
+            kill_session(child)
 
 
-def _kill(child: subprocess.Popen[str]) -> None:
+def kill_session(child: subprocess.Popen[Any]) -> None:
+    """Kills a child that has a session of its own, and all of that session; nothing where none is left."""
     with contextlib.suppress(OSError):
         os.killpg(child.pid, signal.SIGKILL)
 

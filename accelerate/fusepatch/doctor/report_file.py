@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
-from ..selfcheck import KILLED_LIMIT_S
+from ..selfcheck import KILLED_LIMIT_S, kill_session
 from .diagnosis import Diagnosis, Kernel
 from .examination import examine
 from .text import checks_in_words
@@ -179,16 +178,11 @@ def run(step: Step, tell: Callable[[str], None]) -> Done:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = child.wait(step.limit_s)
     finally:
-        _kill(child)
+        kill_session(child)
     reader.join(KILLED_LIMIT_S)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(KILLED_LIMIT_S)
     return Done(step, code, round(time.monotonic() - start, 1), "".join(tuple(lines))[-MOST_CHARACTERS:])
-
-
-def _kill(child: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(OSError):  # nothing of it is left
-        os.killpg(child.pid, signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------------------------------- the file
