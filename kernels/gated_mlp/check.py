@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...decline import Route
-from ..relative_error import bound_beside, relative_error
+from ..relative_error import over_bound
 from . import choose, op
 
 _SHAPES = ((64, 256), (1, 264), (7, 3, 331))
@@ -54,7 +54,7 @@ def _pointwise(
             ours = _results(backend, gate_up, dh, activation, packed)
             differences += [
                 f"{what} of {list(shape)}{' packed' if packed else ''}: relative error {error:.2e}, allowed {bound:.2e}"
-                for what, error, bound in _over_bound(ours, plain, exact)
+                for what, error, bound in over_bound(ours, plain, exact)
             ]
     return differences
 
@@ -84,7 +84,7 @@ def _fused(
         ours = _fused_results(backend, inputs, activation)
         differences += [
             f"{name} of {what}: relative error {error:.2e}, allowed {bound:.2e}"
-            for name, error, bound in _over_bound(ours, plain, exact)
+            for name, error, bound in over_bound(ours, plain, exact)
         ]
     has_products = backend.products is not None and not backend.choice  # which launches none but those of the backend
     return differences + _products(backend, device, dtype, steps) if has_products else differences
@@ -116,7 +116,7 @@ def _products(backend: choose.Backend, device: torch.device, dtype: torch.dtype,
             ours = _multiplied(module, name, columns, packed, **given)
             differences += [
                 f"{key} of {what}: relative error {error:.2e}, allowed {bound:.2e}"
-                for key, error, bound in _over_bound(ours, plain, exact)
+                for key, error, bound in over_bound(ours, plain, exact)
             ]
     return differences
 
@@ -196,15 +196,3 @@ def _results(backend: choose.Backend, gate_up: Tensor, dh: Tensor, activation: s
     h = op.run_act_mul(backend, gate, up, activation)
     d_gate, d_up = torch.autograd.grad(h, (gate, up), dh)
     return {"h": h.detach(), "d_gate": d_gate, "d_up": d_up}
-
-
-def _over_bound(
-    ours: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
-) -> list[tuple[str, float, float]]:
-    """(name, error, bound) of each result whose error exceeds the parity bound against that of plain PyTorch."""
-    found = []
-    for name, expected in exact.items():
-        error, bound = relative_error(ours[name], expected), bound_beside(plain[name], expected)
-        if not error <= bound:  # NaN too
-            found.append((name, error, bound))
-    return found
