@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from recurrences import results_on_gpu as results
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -100,16 +101,6 @@ def tensors(
         "dt_bias": 0.3 * normal(values * 128, dtype=torch.float32),
         "initial_state": normal(sequences or batch, values, 128, 128, dtype=torch.float32),
     }
-
-
-def results(run: Any, given: dict[str, Tensor], dtype: torch.dtype | None = None, **options: Any) -> dict[str, Tensor]:
-    """Output, final state and every gradient."""
-    leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in given.items()}
-    out, state = run(**leaves, **options, output_final_state=True)
-    generator = torch.Generator("cuda").manual_seed(1)
-    incoming = [torch.randn(t.shape, generator=generator, device="cuda").bfloat16().to(t.dtype) for t in (out, state)]
-    grads = torch.autograd.grad((out, state), list(leaves.values()), incoming)
-    return {"out": out.detach(), "state": state.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
 def by_definition(output_final_state: bool, **given: Any) -> tuple[Tensor, Tensor | None]:

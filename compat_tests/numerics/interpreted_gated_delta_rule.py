@@ -12,6 +12,7 @@ from typing import Any
 import emulated_flash_qla
 import pytest
 import torch
+from recurrences import errors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -212,22 +213,8 @@ def op_inputs(
     }
 
 
-def errors(call: Call, given: dict[str, Tensor], final: bool = True, **more: Any) -> dict[str, float]:
-    """Of output, state and every gradient of ours, against the definition in fp64."""
-    results = []
-    for run_op, dtype in ((flash_qla.run, torch.float32), (reference.run, torch.float64)):
-        leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in given.items()}
-        outs = [t for t in run_op(call, Inputs(**leaves, **more), final) if t is not None]
-        torch.manual_seed(2)
-        incoming = [torch.randn(t.shape).to(dtype) for t in outs]
-        grads = torch.autograd.grad(outs, list(leaves.values()), incoming)
-        results.append(dict(zip(("out", "state"), outs, strict=False)) | dict(zip(leaves, grads, strict=True)))
-    assert results[0].keys() == results[1].keys()
-    return {name: relative_error(results[0][name], expected) for name, expected in results[1].items()}
-
-
 def both(call: Call, given: dict[str, Tensor], final: bool = True, **more: Any) -> None:
-    found = errors(call, given, final, **more)
+    found = errors(flash_qla.run, call, given, final, **more)
     assert max(found.values()) < 1e-4, found  # sums of a chunk's gates are in fp32
 
 
@@ -286,7 +273,7 @@ def test_flash_qlas_own_bound_would_be_seen(seen: Seen, monkeypatch: pytest.Monk
     given["v"][:, 64:] = 0
     both(CALL, given)
     monkeypatch.setattr(flash_qla, "FORGOTTEN", -10.0)
-    found = errors(CALL, given)
+    found = errors(flash_qla.run, CALL, given, True)
     assert found["state"] > 1e-2
 
 
@@ -300,7 +287,7 @@ def test_what_joins_the_pieces_matters(seen: Seen, spoilt: str, monkeypatch: pyt
         return join(**{**given, spoilt: torch.zeros_like(given[spoilt])})
 
     monkeypatch.setattr(seen.library, "correct_initial_states", spoiling)
-    assert max(errors(CALL, op_inputs(1, 210)).values()) > 1e-3
+    assert max(errors(flash_qla.run, CALL, op_inputs(1, 210), True).values()) > 1e-3
 
 
 def test_layouts_of_the_op_are_copied_where_they_must_be(seen: Seen) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import emulated_cudnn
 import pytest
 import torch
+from recurrences import errors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -226,17 +227,8 @@ def op_inputs(
 
 def both(call: Call, given: dict[str, Tensor], final: bool = True, **more: Any) -> None:
     """Output, state and every gradient of ours against the definition in fp64."""
-    results = []
-    for run_op, dtype in ((cudnn_hopper.run, torch.float32), (reference.run, torch.float64)):
-        leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in given.items()}
-        outs = [t for t in run_op(call, Inputs(**leaves, **more), final) if t is not None]
-        torch.manual_seed(2)
-        incoming = [torch.randn(t.shape).to(dtype) for t in outs]
-        grads = torch.autograd.grad(outs, list(leaves.values()), incoming)
-        results.append(dict(zip(("out", "state"), outs, strict=False)) | dict(zip(leaves, grads, strict=True)))
-    assert results[0].keys() == results[1].keys()
-    for name, expected in results[1].items():
-        assert relative_error(results[0][name], expected) < 1e-5, name
+    for name, error in errors(cudnn_hopper.run, call, given, final, **more).items():
+        assert error < 1e-5, name
 
 
 @pytest.mark.parametrize("state_v_first", [True, False])
